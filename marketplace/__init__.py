@@ -1,0 +1,1 @@
+"""The marketplace: gateway, fleet, matching, jobs, metering, billing and finance."""

@@ -1,0 +1,85 @@
+"""Everything that an operator can set, in one place, read from the environment (and `.env`)."""
+
+from __future__ import annotations
+
+import secrets
+from functools import lru_cache
+from typing import Annotated
+
+from pydantic import AliasChoices, Field, SecretStr, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+def _random_gateway_id() -> str:
+    return f"gw-{secrets.token_hex(4)}"
+
+
+class Settings(BaseSettings):
+    """Settings of every server process. Names in the environment carry the prefix `FALLOW_`, save the two stores."""
+
+    model_config = SettingsConfigDict(env_prefix="FALLOW_", env_file=".env", extra="ignore", frozen=True)
+
+    database_url: Annotated[
+        str, Field(validation_alias=AliasChoices("DATABASE_URL", "FALLOW_DATABASE_URL", "database_url"))
+    ] = "postgresql://postgres@127.0.0.1:5432/fallow"
+    """libpq URL of PostgreSQL 15 or newer."""
+    valkey_url: Annotated[str, Field(validation_alias=AliasChoices("VALKEY_URL", "FALLOW_VALKEY_URL", "valkey_url"))] = (
+        "redis://127.0.0.1:6379/0"
+    )
+    """redis:// or unix:// URL of Valkey 7.2+ or Redis."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    gateway_id: str = Field(default_factory=_random_gateway_id)
+    """Unique per running gateway process."""
+    gateway_url: str = ""
+    """How other gateways reach this one (`http://host:port`); by default built from host and port."""
+    cluster_secret: SecretStr = SecretStr("")
+    """Shared by all gateways. Empty: this gateway neither opens nor accepts links to others."""
+    log_format: str = "console"
+    """`console` or `json`."""
+    log_level: str = "INFO"
+
+    fee_basis_points: int = Field(default=2_000, ge=0, le=10_000)
+    """The platform's share of what a renter pays, in 1/100 of a percent."""
+    allow_simulated: bool = False
+    """True serves from simulated engines: benches and tests only."""
+
+    body_limit_bytes: int = Field(default=2 * 1024 * 1024, ge=1024)
+    header_wait_s: float = 10.0
+    """Response headers wait this long for the first token, so that a refusal keeps its status."""
+    keepalive_s: float = 10.0
+    """Comment pings until the first token."""
+    request_timeout_s: float = 600.0
+    """Deadline of an interactive request."""
+    slow_reader_s: float = 30.0
+    """A client that takes nothing for this long is cut (billed as a cancel)."""
+    lease_s: float = 15.0
+    """An attempt's lease; renewed with each checkpoint."""
+    checkpoint_s: float = 1.0
+    hold_margin_s: float = 900.0
+    """A hold expires this long after its job's deadline, should everything else fail."""
+    free_prefill_cancels_per_hour: int = 20
+    """Cancels before the first token that cost nothing, per key and hour; beyond them the prefill is charged."""
+    settlement_batch: int = Field(default=5_000, ge=1, le=50_000)
+    database_pool_size: int = 8
+
+    @field_validator("database_url")
+    @classmethod
+    def _plain_libpq_url(cls, value: str) -> str:
+        # People paste SQLAlchemy's form; both mean the same server.
+        return value.replace("postgresql+psycopg://", "postgresql://", 1).replace("postgres://", "postgresql://", 1)
+
+    @property
+    def sqlalchemy_url(self) -> str:
+        return self.database_url.replace("postgresql://", "postgresql+psycopg://", 1)
+
+    @property
+    def own_url(self) -> str:
+        return self.gateway_url or f"http://{self.host}:{self.port}"
+
+
+@lru_cache
+def get_settings() -> Settings:
+    """The process's settings, read once. Composition roots call this; everything else is handed what it needs."""
+    return Settings()

@@ -1,0 +1,110 @@
+"""Jobs, their attempts with leases, and the outcome of every parsed request."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import CheckConstraint, ForeignKey, Index, UniqueConstraint, func, text
+from sqlalchemy.orm import Mapped, mapped_column
+
+from marketplace.core.database import Base
+
+JOB_STATES = ("queued", "running", "delivered", "settled", "voided")
+
+
+class Job(Base):
+    """One admitted request for inference. Its hold in the ledger has the same id."""
+
+    __tablename__ = "jobs"
+    __table_args__ = (
+        CheckConstraint(f"state in {JOB_STATES}", name="state"),
+        CheckConstraint("kind in ('interactive','queued')", name="kind"),
+        Index("ix_jobs_queue", "variant_id", "created_at", postgresql_where=text("state = 'queued'")),
+        Index("ix_jobs_open_deadline", "deadline_at", postgresql_where=text("state in ('queued','running')")),
+        Index("ix_jobs_organisation_id_created_at", "organisation_id", "created_at"),
+    )
+
+    id: Mapped[UUID] = mapped_column(primary_key=True)
+    organisation_id: Mapped[UUID] = mapped_column(ForeignKey("organisations.id"))
+    key_id: Mapped[UUID] = mapped_column(ForeignKey("api_keys.id"))
+    request_id: Mapped[str] = mapped_column(unique=True)
+    kind: Mapped[str]
+    state: Mapped[str]
+    variant_id: Mapped[UUID] = mapped_column(ForeignKey("variants.id"))
+    body: Mapped[dict[str, Any] | None]
+    """The chat body of a queued job. Interactive requests are never stored."""
+    prompt_tokens: Mapped[int]
+    max_output_tokens: Mapped[int]
+    max_input_nano_usd_per_mtok: Mapped[int]
+    max_cached_input_nano_usd_per_mtok: Mapped[int]
+    max_output_nano_usd_per_mtok: Mapped[int]
+    """The pinned ceiling: no attempt of this job may cost more, class by class."""
+    hold_nano: Mapped[int]
+    gateway_id: Mapped[str | None]
+    """The gateway that holds the client of an interactive job."""
+    deadline_at: Mapped[datetime]
+    cancel_requested_at: Mapped[datetime | None]
+    preemptions: Mapped[int] = mapped_column(server_default="0")
+    outcome: Mapped[str | None]
+    error_code: Mapped[str | None]
+    error_message: Mapped[str | None]
+    result: Mapped[dict[str, Any] | None]
+    """The answer of a queued job, an OpenAI chat completion."""
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    ended_at: Mapped[datetime | None]
+
+
+class Attempt(Base):
+    """One try of a job on one node, with its lease. A frame with another epoch is void."""
+
+    __tablename__ = "attempts"
+    __table_args__ = (
+        UniqueConstraint("job_id", "epoch"),
+        CheckConstraint("state in ('leased','ended')", name="state"),
+        Index("ix_attempts_lease", "lease_expires_at", postgresql_where=text("state = 'leased'")),
+        Index("ix_attempts_node_id_leased_at", "node_id", "leased_at"),
+    )
+
+    id: Mapped[UUID] = mapped_column(primary_key=True)
+    job_id: Mapped[UUID] = mapped_column(ForeignKey("jobs.id"), index=True)
+    epoch: Mapped[int]
+    """1, 2, 3... within the job."""
+    node_id: Mapped[UUID] = mapped_column(ForeignKey("nodes.id"))
+    offer_id: Mapped[UUID] = mapped_column(ForeignKey("offers.id"))
+    gateway_id: Mapped[str]
+    """The gateway that runs the attempt and writes its receipt."""
+    state: Mapped[str] = mapped_column(server_default="leased")
+    price_id: Mapped[int] = mapped_column(ForeignKey("prices.id"))
+    input_nano_usd_per_mtok: Mapped[int]
+    cached_input_nano_usd_per_mtok: Mapped[int]
+    output_nano_usd_per_mtok: Mapped[int]
+    lease_expires_at: Mapped[datetime]
+    accepted_tokens: Mapped[int] = mapped_column(server_default="0")
+    """Checkpoint: output tokens that the gateway accepted from the node so far."""
+    leased_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    first_token_at: Mapped[datetime | None]
+    ended_at: Mapped[datetime | None]
+    busy_ms: Mapped[int | None]
+    """Time the engine worked on it, as the node reports, at most the lease's length."""
+    end_code: Mapped[str | None]
+    """`delivered`, `cancelled`, or a failure code."""
+    fault: Mapped[str | None]
+    """`node`, `owner`, `request`, `platform`, or null when nothing went wrong."""
+
+
+class Outcome(Base):
+    """Exactly one row for every parsed request to a billable endpoint, admitted or refused."""
+
+    __tablename__ = "outcomes"
+    __table_args__ = (Index("ix_outcomes_organisation_id_at", "organisation_id", "at"),)
+
+    request_id: Mapped[str] = mapped_column(primary_key=True)
+    organisation_id: Mapped[UUID | None]
+    endpoint: Mapped[str]
+    outcome: Mapped[str]
+    """A member of jobs.states.Outcome."""
+    code: Mapped[str | None]
+    job_id: Mapped[UUID | None]
+    at: Mapped[datetime] = mapped_column(server_default=func.now())
