@@ -1,0 +1,108 @@
+"""What the agent asks of any engine, and what an engine may answer. Adapters implement it; nothing else is imported."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One request for an engine. `body` is a parsed OpenAI chat request of allow-listed fields."""
+
+    body: dict[str, object]
+    max_output_tokens: int
+    cache_scope: str
+    """Prefixes may be reused only within one scope."""
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The engine works on the prompt: proof of life before the first token."""
+
+    processed_tokens: int
+    total_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of the answer."""
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    """Empty where the engine does not say."""
+    reasoning: bool = False
+    extra: bytes = b""
+    """JSON of other delta fields (tool_calls), or of `logprobs` if asked, in OpenAI's shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """None: the engine does not say. 0 is a value."""
+
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    reasoning_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Last event of a stream. An empty finish_reason means that the engine closed without one: an error."""
+
+    finish_reason: str
+    usage: Usage = field(default_factory=Usage)
+
+
+EngineEvent = Progress | Piece | Done
+
+
+class EngineError(Exception):
+    """An engine failed. `code` is one of agent.protocol.FAILURES."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """Known once an engine is ready."""
+
+    name: str
+    version: str
+    slots: int
+    context_per_slot: int
+    simulated: bool
+    prefix_cache_s: float
+    pid: int | None
+
+
+class Engine(Protocol):
+    """One running engine with one variant loaded."""
+
+    @property
+    def facts(self) -> EngineFacts: ...
+
+    async def start(self) -> EngineFacts:
+        """Start and load; returns when it serves. Raises EngineError with what the engine's own log says."""
+        ...
+
+    async def healthy(self) -> bool:
+        """True if the process lives and answers. Bounded by two seconds."""
+        ...
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[EngineEvent]:
+        """Stream one answer. Raises EngineError. Closing the iterator (aclose) stops the engine's work on it."""
+        ...
+
+    async def idle(self) -> bool:
+        """True if no request is being worked on: what proves that a cancel reached the engine."""
+        ...
+
+    async def stop(self) -> None:
+        """End it: SIGTERM, then SIGKILL after a second. Frees its memory. Never raises."""
+        ...
