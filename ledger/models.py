@@ -16,6 +16,7 @@ from sqlalchemy import (
     CheckConstraint,
     DateTime,
     ForeignKey,
+    ForeignKeyConstraint,
     Identity,
     Index,
     LargeBinary,
@@ -55,6 +56,7 @@ class Account(LedgerBase):
     __table_args__ = (
         CheckConstraint("kind in ('asset','liability','income','expense')", name="kind"),
         CheckConstraint("status in ('open','frozen','closed')", name="status"),
+        UniqueConstraint("id", "currency"),
     )
 
     id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
@@ -98,7 +100,8 @@ class Journal(LedgerBase):
     body_sha256: Mapped[bytes] = mapped_column(LargeBinary)
     effective_at: Mapped[datetime]
     recorded_at: Mapped[datetime] = mapped_column(server_default=func.now())
-    reverses_id: Mapped[int | None] = mapped_column(ForeignKey("ledger_journals.id"))
+    reverses_id: Mapped[int | None] = mapped_column(ForeignKey("ledger_journals.id"), unique=True)
+    """The journal that this one takes back in full; at most one does."""
     memo: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'::jsonb"))
 
 
@@ -108,12 +111,14 @@ class Posting(LedgerBase):
     __tablename__ = "ledger_postings"
     __table_args__ = (
         CheckConstraint("amount_nano <> 0", name="amount"),
+        # Together with the currency: a posting cannot be in another currency than its account.
+        ForeignKeyConstraint(["account_id", "currency"], ["ledger_accounts.id", "ledger_accounts.currency"]),
         Index("ix_ledger_postings_account_id_id", "account_id", "id"),
     )
 
     id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
     journal_id: Mapped[int] = mapped_column(ForeignKey("ledger_journals.id"), index=True)
-    account_id: Mapped[int] = mapped_column(ForeignKey("ledger_accounts.id"))
+    account_id: Mapped[int]
     currency: Mapped[str] = mapped_column(String(3))
     amount_nano: Mapped[int]
     """Debit positive, credit negative."""
