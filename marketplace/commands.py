@@ -1,0 +1,87 @@
+"""The ordinary commands of a server installation: one process each, settings from the environment."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from marketplace.core import logs, migrate as migrations
+from marketplace.core.settings import Settings, get_settings
+
+gateway = typer.Typer(add_completion=False)
+worker = typer.Typer(add_completion=False)
+beat = typer.Typer(add_completion=False)
+migrate = typer.Typer(add_completion=False)
+
+DRAIN_S = 60
+"""After SIGTERM running streams may finish for this long."""
+
+
+@gateway.command()
+def run_gateway(
+    host: Annotated[str | None, typer.Option(help="Address to listen on; loopback by default.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+) -> None:
+    """Serve the renters' API and the agents' socket."""
+    overrides = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
+    serve_gateway(Settings(**overrides))  # type: ignore[arg-type]
+
+
+def serve_gateway(settings: Settings) -> None:
+    """Run one gateway process until SIGTERM or SIGINT."""
+    import uvicorn
+
+    from marketplace.app import create_app
+
+    logs.configure(settings.log_format, settings.log_level)
+    uvicorn.Server(
+        uvicorn.Config(
+            create_app(settings),
+            host=settings.host,
+            port=settings.port,
+            http="httptools",
+            ws="websockets-sansio",
+            ws_per_message_deflate=False,
+            ws_max_size=4 * 1024 * 1024,
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=DRAIN_S,
+        )
+    ).run()
+
+
+@worker.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def run_worker(context: typer.Context) -> None:
+    """Run queued jobs, settlement and sweeps. Further options go to `celery worker`."""
+    from marketplace import worker as process
+
+    process.run_worker(context.args)
+
+
+@beat.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def run_beat(context: typer.Context) -> None:
+    """Run the clock of the periodic tasks. Run exactly one. Further options go to `celery beat`."""
+    from marketplace import worker as process
+
+    process.run_beat(context.args)
+
+
+@migrate.command()
+def run_migrate(
+    check: Annotated[bool, typer.Option("--check", help="Change nothing; fail if models and migrations differ.")] = False,
+) -> None:
+    """Bring the database to this version's schema."""
+    url = get_settings().database_url
+    if check:
+        differences = migrations.check(url)
+        for difference in differences:
+            typer.echo(difference)
+        if differences:
+            raise typer.Exit(1)
+        typer.echo("Models and migrations give the same schema.")
+        return
+    migrations.upgrade(url)
+    typer.echo("The database is up to date.")
