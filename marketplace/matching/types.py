@@ -6,22 +6,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from uuid import UUID
 
+from marketplace.metering.pricing import Rates
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """An ask, in nano-USD per million tokens."""
-
-    input: int
-    cached_input: int
-    output: int
-
-    def within(self, ceiling: Rates) -> bool:
-        """True if no class costs more than in `ceiling`."""
-        return (
-            self.input <= ceiling.input
-            and self.cached_input <= ceiling.cached_input
-            and self.output <= ceiling.output
-        )
+__all__ = ["Demand", "Filter", "OfferView", "Ranked", "Rates", "Refusal"]
 
 
 @dataclass(frozen=True, slots=True)

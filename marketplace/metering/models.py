@@ -27,7 +27,8 @@ class Receipt(Base):
         ),
         CheckConstraint("charge_nano + loss_nano = owner_nano + fee_nano", name="split"),
         CheckConstraint(
-            "charge_nano + loss_nano = input_uncached_nano + input_cached_nano + output_visible_nano + output_reasoning_nano",
+            "charge_nano + loss_nano = input_uncached_nano + input_cached_nano "
+            "+ output_visible_nano + output_reasoning_nano",
             name="classes",
         ),
         CheckConstraint("charge_nano = 0 or loss_nano = 0", name="one_payer"),
