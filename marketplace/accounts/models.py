@@ -28,7 +28,9 @@ class ApiKey(Base):
     """A key. Only its SHA-256 is kept: the key itself is 256 random bits, so a slow hash would add nothing."""
 
     __tablename__ = "api_keys"
-    __table_args__ = (CheckConstraint("roles <@ array['renter','owner','finance','operator']::varchar[]", name="roles"),)
+    __table_args__ = (
+        CheckConstraint("roles <@ array['renter','owner','finance','operator']::varchar[]", name="roles"),
+    )
 
     id: Mapped[UUID] = mapped_column(primary_key=True, default=new_id)
     organisation_id: Mapped[UUID] = mapped_column(ForeignKey("organisations.id"), index=True)

@@ -1,0 +1,99 @@
+"""Organisations and keys from the command line."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Annotated
+from uuid import UUID
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from marketplace.accounts import service
+from marketplace.accounts.models import ApiKey
+from marketplace.core.clock import utcnow
+from marketplace.core.database import transaction
+from marketplace.core.process import session_factory
+
+org_app = typer.Typer(help="Organisations: renters, owners, or both.", no_args_is_help=True)
+key_app = typer.Typer(help="API keys of an organisation.", no_args_is_help=True)
+app = typer.Typer(help="Organisations and their keys.", no_args_is_help=True)
+app.add_typer(org_app, name="org")
+app.add_typer(key_app, name="key")
+
+
+@org_app.command("create")
+def create_organisation(name: Annotated[str, typer.Argument(help="Its name.")]) -> None:
+    """Make an organisation, or find the one of this name. Prints its id."""
+    with transaction(session_factory()) as session:
+        typer.echo(service.create_organisation(session, name).id)
+
+
+@org_app.command("list")
+def list_organisations() -> None:
+    """Show all organisations."""
+    with transaction(session_factory()) as session:
+        found = service.list_organisations(session)
+    table = Table("id", "name", "since")
+    for organisation in found:
+        table.add_row(str(organisation.id), escape(organisation.name), f"{organisation.created_at:%Y-%m-%d}")
+    Console().print(table)
+
+
+@key_app.command("create")
+def create_key(
+    organisation: Annotated[str, typer.Argument(help="The organisation's name.")],
+    *,
+    name: Annotated[str, typer.Option(help="What the key is for.")] = "default",
+    role: Annotated[list[str] | None, typer.Option(help="renter, owner, finance or operator; repeatable.")] = None,
+    requests_per_minute: Annotated[int, typer.Option()] = service.DEFAULT_REQUESTS_PER_MINUTE,
+    parallel_requests: Annotated[int, typer.Option()] = service.DEFAULT_PARALLEL_REQUESTS,
+    expires_in_days: Annotated[int | None, typer.Option(min=1, max=3650)] = None,
+) -> None:
+    """Make a key. Its secret is printed on standard output, once: it cannot be shown again."""
+    with transaction(session_factory()) as session:
+        owner = service.find_organisation(session, organisation)
+        key, secret = service.create_key(
+            session,
+            owner.id,
+            name=name,
+            roles=role or ["renter"],
+            requests_per_minute=requests_per_minute,
+            parallel_requests=parallel_requests,
+            expires_in=None if expires_in_days is None else timedelta(days=expires_in_days),
+        )
+        key_id = key.id
+    typer.echo(f"Key {key_id}. Keep the secret: it is shown this once.", err=True)
+    typer.echo(secret)
+
+
+@key_app.command("list")
+def list_keys(organisation: Annotated[str, typer.Argument(help="The organisation's name.")]) -> None:
+    """Show an organisation's keys, newest first."""
+    with transaction(session_factory()) as session:
+        owner = service.find_organisation(session, organisation)
+        found = service.list_keys(session, owner.id)
+    table = Table("id", "key", "name", "roles", "a minute", "at once", "state")
+    for key in found:
+        limits = (str(key.requests_per_minute), str(key.parallel_requests))
+        table.add_row(str(key.id), f"{key.shown_prefix}…", escape(key.name), ", ".join(key.roles), *limits, _state(key))
+    Console().print(table)
+
+
+@key_app.command("revoke")
+def revoke_key(key_id: Annotated[UUID, typer.Argument(help="The key's id, as `key list` shows it.")]) -> None:
+    """Revoke a key for good. Gateways refuse it within two seconds."""
+    with transaction(session_factory()) as session:
+        key = service.revoke_key(session, key_id)
+        shown, revoked_at = key.shown_prefix, key.revoked_at
+    typer.echo(f"Key {shown}… is revoked since {revoked_at:%Y-%m-%d %H:%M:%S %Z}.")
+
+
+def _state(key: ApiKey) -> str:
+    if key.revoked_at is not None:
+        return "revoked"
+    if key.expires_at is not None and key.expires_at <= utcnow():
+        return "expired"
+    return "active"

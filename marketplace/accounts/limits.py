@@ -1,0 +1,275 @@
+"""Limits per key: requests a minute, and requests at once. Counted in Valkey, so that all gateways share them.
+
+Requests a minute are a token bucket that holds one minute's worth. Requests at once are leases in a sorted set: each
+ends by itself unless its gateway renews it, so a gateway that dies leaks none. One script decides both, and takes from
+neither unless both allow. Without Valkey each gateway goes on with the same rules over what it knows itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+from uuid import UUID
+
+from marketplace.accounts.auth import Principal
+from marketplace.core.errors import RateLimited
+from marketplace.core.logs import get_logger
+from marketplace.core.valkey import Script, ValkeyDownError, ValkeyPipe
+
+log = get_logger(__name__)
+LEASE_S: Final = 30.0
+"""A parallel slot ends this long after its last renewal."""
+RENEW_S: Final = 10.0
+RENEW_BATCH: Final = 500
+"""Leases of one key in one renewal call."""
+MAX_LOCAL_KEYS: Final = 10_000
+"""Keys whose bucket a gateway keeps in its own memory while Valkey is away."""
+PARALLEL_RETRY_S: Final = 1.0
+"""A refusal for too many at once cannot know when one ends; it suggests this."""
+
+ACQUIRE = Script(
+    """
+    local rate, parallel = tonumber(ARGV[1]), tonumber(ARGV[2])
+    local lease, lease_ms = ARGV[3], tonumber(ARGV[4])
+    local t = redis.call('TIME')
+    local now = t[1] * 1000 + math.floor(t[2] / 1000)
+    local bucket = redis.call('HMGET', KEYS[1], 'tokens', 'at')
+    local tokens = tonumber(bucket[1]) or rate
+    local at = tonumber(bucket[2]) or now
+    if now > at then tokens = math.min(rate, tokens + (now - at) * rate / 60000) end
+    tokens = math.min(tokens, rate)
+    redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
+    local running = redis.call('ZCARD', KEYS[2])
+    local code = 0
+    if tokens < 1 then code = 1 elseif running >= parallel then code = 2 end
+    if code == 0 then
+        tokens = tokens - 1
+        running = running + 1
+        redis.call('HSET', KEYS[1], 'tokens', string.format('%.6f', tokens), 'at', string.format('%d', now))
+        redis.call('PEXPIRE', KEYS[1], 120000)
+        redis.call('ZADD', KEYS[2], now + lease_ms, lease)
+        redis.call('PEXPIRE', KEYS[2], lease_ms * 2)
+    end
+    return {code, math.floor(tokens * 1000000), running}
+    """
+)
+"""KEYS: bucket, leases. ARGV: requests a minute, parallel requests, lease, its milliseconds.
+Returns code (0 granted, 1 rate, 2 parallel), what the bucket holds in millionths, requests running."""
+
+RENEW = Script(
+    """
+    local t = redis.call('TIME')
+    local now = t[1] * 1000 + math.floor(t[2] / 1000)
+    local lease_ms = tonumber(ARGV[1])
+    for i = 2, #ARGV do redis.call('ZADD', KEYS[1], now + lease_ms, ARGV[i]) end
+    redis.call('PEXPIRE', KEYS[1], lease_ms * 2)
+    return #ARGV - 1
+    """
+)
+"""Moves the end of leases on, and brings back those that a restarted Valkey forgot."""
+
+RELEASE = Script("return redis.call('ZREM', KEYS[1], ARGV[1])")
+
+
+class Limited(Protocol):
+    """What the limiter must know of a caller; a Principal has it."""
+
+    @property
+    def key_id(self) -> UUID: ...
+    @property
+    def requests_per_minute(self) -> int: ...
+    @property
+    def parallel_requests(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LimitState:
+    """A granted request: give it to `release` when it ends."""
+
+    key_id: UUID
+    lease: str
+    limit_requests: int
+    remaining_requests: int
+    reset_s: float
+    """Until the bucket is full again."""
+
+    def headers(self) -> dict[str, str]:
+        """OpenAI's rate-limit headers."""
+        return _headers(self.limit_requests, self.remaining_requests, self.reset_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a bucket and the running requests allow. `code`: 0 granted, 1 over the rate, 2 too many at once."""
+
+    code: int
+    tokens: float
+    """What the bucket holds afterwards."""
+    running: int
+
+
+@dataclass(slots=True)
+class Bucket:
+    """A token bucket in this process's memory, with the script's arithmetic."""
+
+    tokens: float
+    at_s: float
+
+    def decide(self, rate: int, parallel: int, running: int, now_s: float) -> Decision:
+        """Refill to now and take one token, unless the rate or the requests running forbid it."""
+        self.tokens = min(float(rate), self.tokens + max(0.0, now_s - self.at_s) * rate / 60.0)
+        self.at_s = now_s
+        if self.tokens < 1.0:
+            return Decision(1, self.tokens, running)
+        if running >= parallel:
+            return Decision(2, self.tokens, running)
+        self.tokens -= 1.0
+        return Decision(0, self.tokens, running + 1)
+
+
+class Limiter:
+    """Grants requests and takes them back. One event loop. A task renews the leases while any is held."""
+
+    def __init__(self, pipe: ValkeyPipe, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pipe = pipe
+        self._clock = clock
+        self._held: dict[UUID, set[str]] = {}
+        self._buckets: OrderedDict[UUID, Bucket] = OrderedDict()
+        self._renewal: asyncio.Task[None] | None = None
+
+    async def acquire(self, principal: Limited | Principal) -> LimitState:
+        """Count one request of this key, for as long as it runs.
+
+        Raises RateLimited (with Retry-After and x-ratelimit headers) over either limit; a refusal takes nothing.
+        """
+        lease = secrets.token_hex(8)
+        # Held before the answer is there: renewals then cover it, and a cancelled caller is cleaned up below.
+        self._hold(principal.key_id, lease)
+        try:
+            decision = await self._decide(principal, lease)
+        except BaseException:
+            await self._drop(principal.key_id, lease)
+            raise
+        if decision.code:
+            self._let_go(principal.key_id, lease)
+            raise _limited(principal, decision)
+        rate = principal.requests_per_minute
+        remaining, reset_s = _remaining(rate, decision.tokens)
+        return LimitState(principal.key_id, lease, rate, remaining, reset_s)
+
+    async def release(self, state: LimitState) -> None:
+        """The request ended. Never raises for Valkey's sake; doing it twice changes nothing."""
+        await self._drop(state.key_id, state.lease)
+
+    def running(self, key_id: UUID) -> int:
+        """Requests of this key that run in this gateway."""
+        return len(self._held.get(key_id, ()))
+
+    async def close(self) -> None:
+        """Stop renewing."""
+        if self._renewal is not None:
+            self._renewal.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._renewal
+            self._renewal = None
+
+    async def _decide(self, principal: Limited, lease: str) -> Decision:
+        rate, parallel = principal.requests_per_minute, principal.parallel_requests
+        bucket_key, leases_key = _keys(principal.key_id)
+        try:
+            code, millionths, running = await self._pipe.run(
+                ACQUIRE, [bucket_key, leases_key], [rate, parallel, lease, int(LEASE_S * 1000)]
+            )
+        except ValkeyDownError:
+            bucket = self._bucket(principal.key_id, rate)
+            return bucket.decide(rate, parallel, self.running(principal.key_id) - 1, self._clock())
+        return Decision(int(code), int(millionths) / 1_000_000, int(running))
+
+    def _bucket(self, key_id: UUID, rate: int) -> Bucket:
+        bucket = self._buckets.get(key_id)
+        if bucket is None:
+            bucket = self._buckets[key_id] = Bucket(float(rate), self._clock())
+            if len(self._buckets) > MAX_LOCAL_KEYS:
+                self._buckets.popitem(last=False)
+        self._buckets.move_to_end(key_id)
+        return bucket
+
+    def _hold(self, key_id: UUID, lease: str) -> None:
+        self._held.setdefault(key_id, set()).add(lease)
+        if self._renewal is None or self._renewal.done():
+            self._renewal = asyncio.create_task(self._renew())
+
+    def _let_go(self, key_id: UUID, lease: str) -> bool:
+        leases = self._held.get(key_id)
+        if leases is None or lease not in leases:
+            return False
+        leases.remove(lease)
+        if not leases:
+            del self._held[key_id]
+        return True
+
+    async def _drop(self, key_id: UUID, lease: str) -> None:
+        if not self._let_go(key_id, lease):
+            return
+        with contextlib.suppress(ValkeyDownError):
+            await self._pipe.run(RELEASE, [_keys(key_id)[1]], [lease])
+
+    async def _renew(self) -> None:
+        while self._held:
+            await asyncio.sleep(RENEW_S)
+            await self.renew_now()
+
+    async def renew_now(self) -> None:
+        """Move the end of all held leases on. Failures are left to the next round: a lease bears two of them."""
+        calls = []
+        for key_id, leases in list(self._held.items()):
+            ordered = list(leases)
+            for start in range(0, len(ordered), RENEW_BATCH):
+                batch = ordered[start : start + RENEW_BATCH]
+                calls.append(self._pipe.run(RENEW, [_keys(key_id)[1]], [int(LEASE_S * 1000), *batch]))
+        # All calls enter the pipe in this turn of the loop, so that a release made later also reaches Valkey later.
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(outcome, ValkeyDownError):
+                log.warning("limit_renewal_failed", keys=len(self._held))
+                return
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+
+def _keys(key_id: UUID) -> tuple[str, str]:
+    # The braces keep both keys of one API key in one slot of a cluster.
+    return f"fallow:limit:{{{key_id.hex}}}:rate", f"fallow:limit:{{{key_id.hex}}}:running"
+
+
+def _remaining(rate: int, tokens: float) -> tuple[int, float]:
+    return math.floor(tokens), max(0.0, (rate - tokens) * 60.0 / rate)
+
+
+def _headers(limit: int, remaining: int, reset_s: float) -> dict[str, str]:
+    return {
+        "x-ratelimit-limit-requests": str(limit),
+        "x-ratelimit-remaining-requests": str(remaining),
+        "x-ratelimit-reset-requests": f"{reset_s:.3f}s",
+    }
+
+
+def _limited(principal: Limited, decision: Decision) -> RateLimited:
+    rate, parallel = principal.requests_per_minute, principal.parallel_requests
+    remaining, reset_s = _remaining(rate, decision.tokens)
+    if decision.code == 1:
+        wait_s = max(0.001, (1.0 - decision.tokens) * 60.0 / rate)
+        message = f"This key may make {rate} requests a minute; the next is possible in {wait_s:.1f} s."
+    else:
+        wait_s = PARALLEL_RETRY_S
+        message = f"This key may run {parallel} requests at once, and {decision.running} are running."
+    headers = _headers(rate, remaining, reset_s)
+    headers["retry-after"] = str(math.ceil(wait_s))
+    headers["retry-after-ms"] = str(math.ceil(wait_s * 1000))
+    return RateLimited(message, headers=headers, limit="requests" if decision.code == 1 else "parallel_requests")
