@@ -97,9 +97,13 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """Offers that can run the demand, best first, with the predicted seconds to the first token and to the end."""
+    """Offers that can run the demand, best first, with the predicted seconds to the first token."""
 
     offers: tuple[OfferView, ...]
     ttft_s: tuple[float, ...]
     refusal: Refusal
     """Of the offers that were filtered out."""
+    tied: int = 1
+    """So many of the first are equally good but for their load."""
+    end_s: tuple[float, ...] = ()
+    """Predicted seconds to the last token, should the answer use all of its bound."""
