@@ -22,9 +22,19 @@ class Job(Base):
         CheckConstraint(f"state in {JOB_STATES}", name="state"),
         CheckConstraint("kind in ('interactive','queued')", name="kind"),
         # Two orders over one queue, so that the head of each renter's line is found without reading the line.
-        Index("ix_jobs_queue_age", "variant_id", "organisation_id", "created_at", postgresql_where=text("state = 'queued'")),
         Index(
-            "ix_jobs_queue_deadline", "variant_id", "organisation_id", "deadline_at", postgresql_where=text("state = 'queued'")
+            "ix_jobs_queue_age",
+            "variant_id",
+            "organisation_id",
+            "created_at",
+            postgresql_where=text("state = 'queued'"),
+        ),
+        Index(
+            "ix_jobs_queue_deadline",
+            "variant_id",
+            "organisation_id",
+            "deadline_at",
+            postgresql_where=text("state = 'queued'"),
         ),
         Index("ix_jobs_open_deadline", "deadline_at", postgresql_where=text("state in ('queued','running')")),
         Index("ix_jobs_organisation_id_created_at", "organisation_id", "created_at"),

@@ -1,0 +1,440 @@
+"""Every query over jobs, attempts and the queue. Reads with the database's clock; the hot path's functions write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from string import Template
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import Row, Select, TextClause, func, select, text, tuple_, update
+from sqlalchemy.orm import Session
+
+from marketplace.fleet.models import Node, Offer
+from marketplace.jobs.endings import History
+from marketplace.jobs.models import Attempt, Job
+from marketplace.matching.types import OfferView, Rates
+from marketplace.metering.models import Receipt
+
+MAX_RENTERS = 10_000
+"""Renters that one look at one variant's queue considers."""
+PATIENCE_S = 600
+"""A job counts as due this long after it came, or at its deadline if that is sooner: urgent jobs go first, patient ones
+are never starved by them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Everything that a gateway needs to run a leased attempt, read in one statement."""
+
+    job_id: UUID
+    attempt_id: UUID
+    epoch: int
+    request_id: str
+    organisation_id: UUID
+    key_id: UUID
+    kind: str
+    variant_id: UUID
+    body: dict[str, Any] | None
+    """The chat body of a queued job."""
+    prompt_tokens: int
+    max_output_tokens: int
+    ceiling: Rates
+    hold_nano: int
+    node_id: UUID
+    offer_id: UUID
+    device_id: str
+    owner_organisation_id: UUID
+    simulated: bool
+    gateway_id: str
+    price_id: int
+    rates: Rates
+    accepted_tokens: int
+    lease_left_s: float
+    """Negative once the lease is gone."""
+    deadline_left_s: float
+    cancel_requested: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A queued job as the matcher needs it."""
+
+    job_id: UUID
+    organisation_id: UUID
+    variant_id: UUID
+    prompt_tokens: int
+    max_output_tokens: int
+    ceiling: Rates
+    cancel_requested: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What has been tried for a waiting job."""
+
+    history: History
+    failed_nodes: frozenset[UUID]
+    """Nodes that may not see the job again."""
+
+
+UNTRIED = Tried(History(attempts=0, preemptions=0), frozenset())
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """A job as its renter sees it, with what it cost."""
+
+    job: Job
+    attempts: int
+    charge_nano: int | None
+    """None until the receipt is written."""
+
+
+# --- one attempt --------------------------------------------------------------------------------------------------
+
+
+def load_dispatch(session: Session, attempt_id: UUID) -> Dispatch | None:
+    """The attempt with that id. None, and so nothing to run, if it ended, its lease ran out, or there is none."""
+    row = session.execute(
+        _dispatches().where(Attempt.id == attempt_id, Attempt.lease_expires_at > func.clock_timestamp())
+    ).one_or_none()
+    return _dispatch(row) if row is not None else None
+
+
+def lost_leases(session: Session, *, limit: int) -> list[Dispatch]:
+    """Attempts whose lease ran out, the longest lost first."""
+    rows = session.execute(
+        _dispatches()
+        .where(Attempt.lease_expires_at <= func.clock_timestamp())
+        .order_by(Attempt.lease_expires_at)
+        .limit(limit)
+    )
+    return [_dispatch(row) for row in rows]
+
+
+def _dispatches() -> Select[Any]:
+    return (
+        select(
+            Job,
+            Attempt,
+            Offer.device_id,
+            Offer.simulated,
+            Node.organisation_id.label("owner_organisation_id"),
+            _seconds_until(Attempt.lease_expires_at).label("lease_left_s"),
+            _seconds_until(Job.deadline_at).label("deadline_left_s"),
+        )
+        .join(Job, Job.id == Attempt.job_id)
+        .join(Offer, Offer.id == Attempt.offer_id)
+        .join(Node, Node.id == Attempt.node_id)
+        .where(Attempt.state == "leased")
+    )
+
+
+def _seconds_until(moment: Any) -> Any:
+    return func.extract("epoch", moment - func.clock_timestamp())
+
+
+def _dispatch(row: Row[Any]) -> Dispatch:
+    job: Job = row.Job
+    attempt: Attempt = row.Attempt
+    return Dispatch(
+        job_id=job.id,
+        attempt_id=attempt.id,
+        epoch=attempt.epoch,
+        request_id=job.request_id,
+        organisation_id=job.organisation_id,
+        key_id=job.key_id,
+        kind=job.kind,
+        variant_id=job.variant_id,
+        body=job.body,
+        prompt_tokens=job.prompt_tokens,
+        max_output_tokens=job.max_output_tokens,
+        ceiling=_ceiling(job),
+        hold_nano=job.hold_nano,
+        node_id=attempt.node_id,
+        offer_id=attempt.offer_id,
+        device_id=row.device_id,
+        owner_organisation_id=row.owner_organisation_id,
+        simulated=row.simulated,
+        gateway_id=attempt.gateway_id,
+        price_id=attempt.price_id,
+        rates=Rates(
+            input=attempt.input_nano_usd_per_mtok,
+            cached_input=attempt.cached_input_nano_usd_per_mtok,
+            output=attempt.output_nano_usd_per_mtok,
+        ),
+        accepted_tokens=attempt.accepted_tokens,
+        lease_left_s=float(row.lease_left_s),
+        deadline_left_s=float(row.deadline_left_s),
+        cancel_requested=job.cancel_requested_at is not None,
+    )
+
+
+def _ceiling(job: Job) -> Rates:
+    return Rates(
+        input=job.max_input_nano_usd_per_mtok,
+        cached_input=job.max_cached_input_nano_usd_per_mtok,
+        output=job.max_output_nano_usd_per_mtok,
+    )
+
+
+# --- the queue ----------------------------------------------------------------------------------------------------
+
+_RUNNABLE = """
+    select from unnest(cast(:inputs as bigint[]), cast(:cached as bigint[]), cast(:outputs as bigint[]),
+                       cast(:contexts as bigint[])) as o(input, cached, output, context)
+    where o.input <= j.max_input_nano_usd_per_mtok and o.cached <= j.max_cached_input_nano_usd_per_mtok
+      and o.output <= j.max_output_nano_usd_per_mtok and o.context >= j.prompt_tokens + j.max_output_tokens
+"""
+"""The offers, given as four arrays, that are within the price and the context of job `j`."""
+
+_HEAD = """
+    (select j.id, least(j.deadline_at, j.created_at + make_interval(secs => :patience_s)) as due_at from jobs j
+     where j.state = 'queued' and j.variant_id = :variant_id and j.organisation_id = r.organisation_id
+       and j.cancel_requested_at is null and j.deadline_at > clock_timestamp() and exists ($runnable)
+     order by $order limit :heads)
+"""
+"""The first of one renter's line by one order. The first n by deadline and the first n by arrival contain together the
+first n by the sooner of the two, and each is read from its index."""
+
+_NEXT = """
+    with recursive renters(organisation_id) as (
+        (select organisation_id from jobs
+         where state = 'queued' and variant_id = :variant_id order by organisation_id limit 1)
+        union all
+        select (select j.organisation_id from jobs j
+                where j.state = 'queued' and j.variant_id = :variant_id and j.organisation_id > r.organisation_id
+                order by j.organisation_id limit 1)
+        from renters r where r.organisation_id is not null
+    ), working as (
+        select j.organisation_id, count(*) as jobs
+        from attempts a join jobs j on j.id = a.job_id
+        where a.state = 'leased' and j.kind = 'queued' group by j.organisation_id
+    ), line as (
+        select head.id, head.due_at,
+               row_number() over (partition by r.organisation_id order by head.due_at, head.id)
+               + coalesce(w.jobs, 0) as turn
+        from (select organisation_id from renters where organisation_id is not null limit :max_renters) r
+        left join working w using (organisation_id)
+        cross join lateral ($by_deadline union $by_arrival) head
+    )
+    select id from line order by turn, due_at, id limit :limit
+"""
+
+_MISFITS = """
+    select j.id from jobs j
+    where j.state = 'queued' and j.variant_id = :variant_id
+      and (j.cancel_requested_at is not null
+           or (:connected and j.created_at < clock_timestamp() - make_interval(secs => :older_than_s)
+               and not exists ($runnable)))
+    order by j.created_at limit :limit
+"""
+
+
+def _filled(statement: str, **parts: str) -> TextClause:
+    return text(Template(statement).substitute(parts))
+
+
+_NEXT_IN_LINE = _filled(
+    _NEXT,
+    by_deadline=Template(_HEAD).substitute(runnable=_RUNNABLE, order="j.deadline_at"),
+    by_arrival=Template(_HEAD).substitute(runnable=_RUNNABLE, order="j.created_at"),
+)
+_FIT_NOWHERE = _filled(_MISFITS, runnable=_RUNNABLE)
+
+
+def _arrays(offers: Sequence[OfferView]) -> dict[str, list[int]]:
+    return {
+        "inputs": [offer.rates.input for offer in offers],
+        "cached": [offer.rates.cached_input for offer in offers],
+        "outputs": [offer.rates.output for offer in offers],
+        "contexts": [offer.context_per_slot for offer in offers],
+    }
+
+
+def next_in_line(session: Session, variant_id: UUID, free: Sequence[OfferView], *, limit: int) -> list[Waiting]:
+    """Queued jobs of a variant that at least one of the `free` offers could run, in the order of their turn, locked.
+
+    A renter's first job goes before anybody's second, counting those that run; equal turns go by the sooner of deadline
+    and PATIENCE_S after arrival. Jobs that another assigner looks at are skipped.
+    """
+    if not free or limit <= 0:
+        return []
+    ids = session.scalars(
+        _NEXT_IN_LINE,
+        {
+            **_arrays(free),
+            "variant_id": variant_id,
+            "patience_s": PATIENCE_S,
+            "heads": limit,
+            "limit": limit,
+            "max_renters": MAX_RENTERS,
+        },
+    ).all()
+    if not ids:
+        return []
+    locked = session.scalars(
+        select(Job.id).where(Job.id.in_(ids), Job.state == "queued").with_for_update(skip_locked=True, key_share=True)
+    ).all()
+    by_id = {row.job_id: row for row in _waiting(session, _waiting_columns().where(Job.id.in_(locked)))}
+    return [by_id[id_] for id_ in ids if id_ in by_id]
+
+
+def misfits(
+    session: Session, variant_id: UUID, connected: Sequence[OfferView], *, older_than_s: float, limit: int
+) -> list[Waiting]:
+    """Queued jobs of a variant, older than that, which none of the connected offers could run even if it were free; and
+    those, of any age, whose renter no longer wants them. While nothing is connected, every job may still hope."""
+    ids = session.scalars(
+        _FIT_NOWHERE,
+        {
+            **_arrays(connected),
+            "connected": bool(connected),
+            "variant_id": variant_id,
+            "older_than_s": older_than_s,
+            "limit": limit,
+        },
+    ).all()
+    return _waiting(session, _waiting_columns().where(Job.id.in_(ids))) if ids else []
+
+
+def queued_variants(session: Session) -> list[UUID]:
+    """Variants for which a job waits."""
+    statement = text(
+        """
+        with recursive v(id) as (
+            (select variant_id from jobs where state = 'queued' order by variant_id limit 1)
+            union all
+            select (select j.variant_id from jobs j where j.state = 'queued' and j.variant_id > v.id
+                    order by j.variant_id limit 1)
+            from v where v.id is not null
+        )
+        select id from v where id is not null
+        """
+    )
+    return list(session.scalars(statement))
+
+
+def _waiting_columns() -> Any:
+    return select(
+        Job.id,
+        Job.organisation_id,
+        Job.variant_id,
+        Job.prompt_tokens,
+        Job.max_output_tokens,
+        Job.max_input_nano_usd_per_mtok,
+        Job.max_cached_input_nano_usd_per_mtok,
+        Job.max_output_nano_usd_per_mtok,
+        Job.cancel_requested_at,
+    )
+
+
+def _waiting(session: Session, statement: Any) -> list[Waiting]:
+    return [
+        Waiting(
+            job_id=row.id,
+            organisation_id=row.organisation_id,
+            variant_id=row.variant_id,
+            prompt_tokens=row.prompt_tokens,
+            max_output_tokens=row.max_output_tokens,
+            ceiling=Rates(
+                input=row.max_input_nano_usd_per_mtok,
+                cached_input=row.max_cached_input_nano_usd_per_mtok,
+                output=row.max_output_nano_usd_per_mtok,
+            ),
+            cancel_requested=row.cancel_requested_at is not None,
+        )
+        for row in session.execute(statement)
+    ]
+
+
+def tried(session: Session, job_ids: Sequence[UUID]) -> dict[UUID, Tried]:
+    """What has been tried for each of these jobs; those without an attempt and without a pre-emption are left out."""
+    preemptions = dict(
+        session.execute(select(Job.id, Job.preemptions).where(Job.id.in_(job_ids), Job.preemptions > 0)).tuples().all()
+    )
+    by_job: dict[UUID, list[tuple[UUID, str | None]]] = {job_id: [] for job_id in preemptions}
+    rows = session.execute(
+        select(Attempt.job_id, Attempt.node_id, Attempt.fault)
+        .where(Attempt.job_id.in_(job_ids), Attempt.state == "ended")
+        .order_by(Attempt.job_id, Attempt.epoch)
+    )
+    for job_id, node_id, fault in rows:
+        by_job.setdefault(job_id, []).append((node_id, fault))
+    return {job_id: _tried(attempts, preemptions.get(job_id, 0)) for job_id, attempts in by_job.items()}
+
+
+def _tried(attempts: list[tuple[UUID, str | None]], preemptions: int) -> Tried:
+    counted = [(node_id, fault) for node_id, fault in attempts if fault != "owner"]
+    return Tried(
+        history=History(
+            attempts=len(counted),
+            preemptions=preemptions,
+            last_fault=attempts[-1][1] if attempts else None,
+        ),
+        failed_nodes=frozenset(node_id for node_id, fault in counted if fault == "node"),
+    )
+
+
+# --- what the sweeper looks for -----------------------------------------------------------------------------------
+
+
+def overdue_jobs(session: Session, *, limit: int) -> list[UUID]:
+    """Queued jobs whose deadline passed."""
+    statement = (
+        select(Job.id)
+        .where(Job.state == "queued", Job.deadline_at <= func.clock_timestamp())
+        .order_by(Job.deadline_at)
+        .limit(limit)
+    )
+    return list(session.scalars(statement))
+
+
+# --- what a renter asks -------------------------------------------------------------------------------------------
+
+
+def find(session: Session, organisation_id: UUID, job_id: UUID) -> JobView | None:
+    """That organisation's queued-kind job with that id."""
+    statement = select(Job).where(Job.id == job_id, Job.organisation_id == organisation_id, Job.kind == "queued")
+    job = session.scalars(statement).one_or_none()
+    return _views(session, [job])[0] if job is not None else None
+
+
+def page(
+    session: Session, organisation_id: UUID, *, after: UUID | None, states: Sequence[str], limit: int
+) -> list[JobView]:
+    """Queued-kind jobs of an organisation, newest first, those older than `after`."""
+    statement = select(Job).where(Job.organisation_id == organisation_id, Job.kind == "queued")
+    if states:
+        statement = statement.where(Job.state.in_(states))
+    if after is not None:
+        cursor = select(Job.created_at, Job.id).where(Job.id == after, Job.organisation_id == organisation_id)
+        statement = statement.where(tuple_(Job.created_at, Job.id) < cursor.scalar_subquery())
+    statement = statement.order_by(Job.created_at.desc(), Job.id.desc()).limit(limit)
+    return _views(session, list(session.scalars(statement)))
+
+
+def _views(session: Session, jobs: Sequence[Job]) -> list[JobView]:
+    ids = [job.id for job in jobs]
+    attempts = dict(
+        session.execute(select(Attempt.job_id, func.count()).where(Attempt.job_id.in_(ids)).group_by(Attempt.job_id))
+        .tuples()
+        .all()
+    )
+    charges = dict(
+        session.execute(select(Receipt.job_id, Receipt.charge_nano).where(Receipt.job_id.in_(ids))).tuples().all()
+    )
+    return [JobView(job, attempts.get(job.id, 0), charges.get(job.id)) for job in jobs]
+
+
+def request_cancel(session: Session, job_id: UUID) -> bool:
+    """Note the wish on a running job, for the next checkpoint of the gateway that runs it. False: it does not run."""
+    found = session.scalars(
+        update(Job)
+        .where(Job.id == job_id, Job.state == "running")
+        .values(cancel_requested_at=func.coalesce(Job.cancel_requested_at, func.clock_timestamp()))
+        .returning(Job.id)
+    ).one_or_none()
+    return found is not None
