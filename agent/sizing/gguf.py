@@ -81,6 +81,8 @@ TENSOR_TYPES: Final[dict[int, tuple[str, int, int]]] = {
     35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17),
     40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18),
+    42: ("Q2_0", 64, 18),
 }
 
 
@@ -148,8 +150,8 @@ class GgufHeader:
 def read_header(path: str | Path, arrays: frozenset[str] = frozenset()) -> GgufHeader:
     """Read the header of the GGUF file at `path`; keep the values of the arrays named in `arrays`.
 
-    Strings are UTF-8; bytes that are not are kept as surrogate escapes. A file whose weights are cut short has a perfect
-    header: ask `complete`, or call `require_complete`.
+    Strings are UTF-8; bytes that are not are kept as surrogate escapes. A file whose weights are cut short has a
+    perfect header: ask `complete`, or call `require_complete`.
 
     Raises GgufError for anything that is not a sound header, and OSError if the file cannot be read.
     """

@@ -1,0 +1,239 @@
+"""An engine that we run: one child process, reached over a Unix socket that only we can open, gone when we are gone.
+
+The child gets its configuration, key included, as one JSON line on its standard input, which stays open as a lifeline:
+its end tells the child that the agent is gone. It answers with one JSON line on standard output once it serves. Its
+standard error is read for the reason of a failure, kept in memory, and never written anywhere: it may quote prompts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+
+from agent.engines.chat_wire import Dialect
+from agent.engines.openai_http import HttpEngine
+from agent.engines.port import EngineError
+
+STOP_GRACE_S: Final = 1.0
+KILL_WAIT_S: Final = 5.0
+DEATH_NOTICE_S: Final = 0.5
+"""A connection may break a moment before the process is known to be dead."""
+MAX_SOCKET_PATH_BYTES: Final = 100
+"""The kernel's limit is 107."""
+MAX_LOG_LINES: Final = 50
+MAX_LINE_BYTES: Final = 64 * 1024
+MAX_REASON_CHARS: Final = 400
+
+_PASSED_ON: Final = frozenset({"PATH", "HOME", "LANG", "TZ", "TMPDIR", "VIRTUAL_ENV"})
+_PASSED_ON_PREFIXES: Final = ("CUDA_", "NVIDIA_", "GGML_", "OMP_", "LD_", "LC_", "HIP_", "ROCR_", "PYTHON", "COV_")
+_CRASH: Final = re.compile(r"GGML_ASSERT|ggml_abort|CUDA error|out of memory|terminate called|Segmentation fault", re.I)
+_COMPLAINT: Final = re.compile(r"error|fail|unable|cannot|invalid|not (found|supported)|corrupt|exceed", re.IGNORECASE)
+
+
+class _Ready(msgspec.Struct):
+    ready: bool = False
+    version: str = ""
+    error: str = ""
+
+
+class ManagedEngine(HttpEngine):
+    """Common half of the engines that live in a child process of ours."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        module: str,
+        *,
+        run_dir: Path,
+        load_timeout_s: float,
+        stall_timeout_s: float,
+    ) -> None:
+        super().__init__(dialect, stall_timeout_s=stall_timeout_s)
+        self._module = module
+        self._run_dir = run_dir
+        self._load_timeout_s = load_timeout_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._log: deque[str] = deque(maxlen=MAX_LOG_LINES)
+        self._log_task: asyncio.Task[None] | None = None
+        self._serving = False
+        self._socket: Path | None = None
+        self._private_dir: Path | None = None
+
+    async def _launch(self, options: dict[str, Any]) -> str:
+        """Start the child and wait until it serves. Returns the engine's version. Raises EngineError."""
+        await self.stop()
+        socket, key = self._new_socket(), secrets.token_urlsafe(32)
+        self._log.clear()
+        self._serving = False
+        process = await self._spawn()
+        self._process = process
+        self._log_task = asyncio.create_task(self._read_log(process))
+        try:
+            version = await self._await_ready(process, {**options, "socket": str(socket), "api_key": key})
+            self._open("http://engine", aiohttp.UnixConnector(str(socket), force_close=True, limit=0), key)
+            if not await self.healthy():
+                raise EngineError("engine_error", "the engine says it is ready, and does not answer")
+        except BaseException:
+            await self.stop()
+            raise
+        self._serving = True
+        return version
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        try:
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", self._module),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                limit=MAX_LINE_BYTES,
+                cwd="/",
+                env=_environment(),
+                # A Ctrl-C at the terminal is the agent's to handle: llama.cpp hangs on SIGINT with a request in flight.
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise EngineError("engine_error", f"the engine's process cannot start: {error}") from None
+
+    async def _await_ready(self, process: asyncio.subprocess.Process, options: dict[str, Any]) -> str:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(self._load_timeout_s):
+                process.stdin.write(msgspec.json.encode(options) + b"\n")
+                await process.stdin.drain()
+                line = await process.stdout.readline()
+        except TimeoutError:
+            raise EngineError("engine_timeout", f"the engine did not load in {self._load_timeout_s:.0f} s") from None
+        except (OSError, ValueError):
+            line = b""
+        answer = _parse_ready(line)
+        if not answer.ready:
+            raise EngineError("engine_error", await self._reason(process, answer.error))
+        return answer.version
+
+    async def _reason(self, process: asyncio.subprocess.Process, said: str) -> str:
+        """Why it did not load, in its own words: llama.cpp's exception says nothing, its log does."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_GRACE_S):
+                await process.wait()
+                if self._log_task is not None:
+                    await asyncio.shield(self._log_task)
+        complaints = [line for line in self._log if _COMPLAINT.search(line)]
+        told = [said, *(complaints or list(self._log))[-3:]]
+        reason = "; ".join(part for part in told if part)[:MAX_REASON_CHARS]
+        if reason:
+            return reason
+        code = process.returncode
+        return "the engine ended without a word" + (f" (exit status {code})" if code is not None else "")
+
+    async def _read_log(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stderr is not None
+        while True:
+            try:
+                line = await process.stderr.readline()
+            except ValueError:
+                continue  # A line over the limit: dropped.
+            if not line:
+                return
+            text = _clean(line)
+            # Once it serves, a line may quote a prompt: only the marks of a crash are kept.
+            if text and (not self._serving or _CRASH.search(text)):
+                self._log.append(text)
+
+    async def healthy(self) -> bool:
+        """True if the process lives and answers. Bounded by two seconds."""
+        process = self._process
+        return process is not None and process.returncode is None and await super().healthy()
+
+    async def _has_died(self) -> bool:
+        process = self._process
+        if process is None:
+            return True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DEATH_NOTICE_S):
+                await process.wait()
+        return process.returncode is not None
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id while it lives."""
+        process = self._process
+        return process.pid if process is not None and process.returncode is None else None
+
+    async def stop(self) -> None:
+        """End the child: SIGTERM, SIGKILL after a second. Frees its memory and its socket. Never raises."""
+        await self._close()
+        process, self._process = self._process, None
+        if process is not None:
+            await _end(process)
+        task, self._log_task = self._log_task, None
+        if task is not None:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        self._drop_socket()
+
+    def _new_socket(self) -> Path:
+        name = f"{secrets.token_hex(4)}.sock"
+        self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        socket = self._run_dir / name
+        if len(os.fsencode(socket)) > MAX_SOCKET_PATH_BYTES:
+            self._private_dir = Path(tempfile.mkdtemp(prefix="fallow-"))
+            socket = self._private_dir / name
+        self._socket = socket
+        return socket
+
+    def _drop_socket(self) -> None:
+        if self._socket is not None:
+            with suppress(OSError):
+                self._socket.unlink(missing_ok=True)
+        if self._private_dir is not None:
+            shutil.rmtree(self._private_dir, ignore_errors=True)
+        self._socket = self._private_dir = None
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    for number, patience_s in ((signal.SIGTERM, STOP_GRACE_S), (signal.SIGKILL, KILL_WAIT_S)):
+        if process.returncode is not None:
+            break
+        with suppress(ProcessLookupError):
+            process.send_signal(number)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
+
+
+def _environment() -> dict[str, str]:
+    """What an engine needs of ours, and none of our secrets."""
+    return {
+        name: value for name, value in os.environ.items() if name in _PASSED_ON or name.startswith(_PASSED_ON_PREFIXES)
+    }
+
+
+def _parse_ready(line: bytes) -> _Ready:
+    try:
+        return msgspec.json.decode(line, type=_Ready)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return _Ready()
+
+
+def _clean(line: bytes) -> str:
+    """A log line without its time stamp and control characters."""
+    text = "".join(char for char in line.decode("utf-8", errors="replace") if char.isprintable())
+    return re.sub(r"^[\d.]+ [A-Z] ", "", text).strip()[:MAX_REASON_CHARS]

@@ -1,0 +1,271 @@
+"""The adapter for any engine that speaks OpenAI's streamed chat over HTTP: vLLM, SGLang, llama.cpp, the stand-in.
+
+`HttpEngine` is the common half: it asks, reads, cancels, and tells whose fault a failure is. `AttachedEngine` uses it
+on a server that somebody else runs. Engines that we run ourselves build on it in agent.engines.managed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+
+from agent.engines.chat_wire import ChatReader, Dialect, build_body, status_error
+from agent.engines.port import EngineError, EngineEvent, EngineFacts, EngineRequest
+from agent.engines.sse import SseDecoder, SseError
+
+PROBE_TIMEOUT_S: Final = 2.0
+CONNECT_TIMEOUT_S: Final = 5.0
+MAX_ERROR_BODY_BYTES: Final = 64 * 1024
+MAX_PROBE_BODY_BYTES: Final = 1024 * 1024
+NOT_READY_POLL_S: Final = 1.0
+
+DIALECTS: Final = {
+    "vllm": Dialect(
+        name="vllm",
+        busy_gauges=("vllm:num_requests_running", "vllm:num_requests_waiting"),
+        extra_body={"return_token_ids": True},
+        scope_field="cache_salt",
+    ),
+    "sglang": Dialect(name="sglang", busy_gauges=("sglang:num_running_reqs", "sglang:num_queue_reqs")),
+    "generic": Dialect(name="openai", health_path="/v1/models"),
+}
+"""A dialect without `scope_field` cannot keep tenants apart in a shared prefix cache: run that engine without one."""
+
+
+class HttpEngine:
+    """Half an engine: everything that is HTTP. Needs `_open` from whoever knows where the server is."""
+
+    def __init__(self, dialect: Dialect, *, stall_timeout_s: float) -> None:
+        self._dialect = dialect
+        self._stall_timeout_s = stall_timeout_s
+        self._session: aiohttp.ClientSession | None = None
+        self._model = dialect.name
+        self._streams = 0
+        """Answers that are being read now."""
+        self._facts: EngineFacts | None = None
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What `start` found. Raises EngineError before it."""
+        if self._facts is None:
+            raise EngineError("engine_error", "the engine is not started")
+        return self._facts
+
+    def _open(self, base_url: str, connector: aiohttp.BaseConnector, api_key: str | None) -> None:
+        """Use this server from now on. The connector must close connections after use: one that is taken up again
+        right after a finished stream fails about once in twelve."""
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S)
+        self._session = aiohttp.ClientSession(base_url, connector=connector, headers=headers, timeout=timeout)
+
+    async def _close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise EngineError("engine_died", "the engine is not running")
+        return self._session
+
+    async def _has_died(self) -> bool:
+        """True if the server's process is known to be gone."""
+        return False
+
+    @contextmanager
+    def _seated(self, request: EngineRequest) -> Iterator[dict[str, object]]:
+        """Hold what the request occupies while it runs; gives the body's fields that keep its scope apart."""
+        if self._dialect.scope_field is None:
+            yield {}
+        else:
+            yield {self._dialect.scope_field: request.cache_scope or secrets.token_hex(16)}
+
+    async def healthy(self) -> bool:
+        """True if the server answers its health check within two seconds."""
+        return self._session is not None and await self._probe(self._dialect.health_path) is not None
+
+    async def idle(self) -> bool:
+        """True if the engine works on nothing beyond the answers that are being read here now.
+
+        Engines that do not say how many requests they work on are believed to stop when a connection closes.
+        """
+        if not self._dialect.busy_gauges:
+            return True
+        text = await self._probe("/metrics")
+        if text is None:
+            return False
+        inside = [_gauge(text, name) for name in self._dialect.busy_gauges]
+        known = [value for value in inside if value is not None]
+        return bool(known) and sum(known) <= self._streams
+
+    async def _probe(self, path: str) -> str | None:
+        """Body of a GET, or None if it does not answer 200 in time."""
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S), self._http().get(path) as response:
+                body = await response.content.read(MAX_PROBE_BODY_BYTES)
+                while chunk := await response.content.read(MAX_PROBE_BODY_BYTES - len(body)):
+                    body += chunk
+                return body.decode("utf-8", errors="replace") if response.status == 200 else None
+        except (TimeoutError, aiohttp.ClientError, OSError, EngineError):
+            return None
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineEvent]:
+        """Stream one answer. Raises EngineError. Closing the iterator stops the engine's work on it."""
+        deadline = asyncio.get_running_loop().time() + request.timeout_s
+        with self._seated(request) as extra:
+            body = build_body(request, self._dialect, self._model, extra)
+            response = await self._post(body, deadline)
+            self._streams += 1
+            try:
+                reader, decoder = ChatReader(request, self._dialect), SseDecoder()
+                while not reader.ended and (payloads := await self._read(response, decoder, deadline)) is not None:
+                    for payload in payloads:
+                        for event in reader.feed(payload):
+                            yield event
+                if not reader.finished and await self._has_died():
+                    raise EngineError("engine_died", "the engine's process ended")
+                yield reader.done()
+            finally:
+                self._streams -= 1
+                response.close()
+
+    async def _post(self, body: bytes, deadline: float) -> aiohttp.ClientResponse:
+        headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+        try:
+            async with self._bounded(deadline):
+                response = await self._http().post("/v1/chat/completions", data=body, headers=headers)
+                if response.status == 200:
+                    return response
+                try:
+                    detail = await response.content.read(MAX_ERROR_BODY_BYTES)
+                finally:
+                    response.close()
+        except TimeoutError:
+            raise EngineError("engine_timeout", "the engine did not answer in time") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise await self._broken(error) from None
+        raise status_error(response.status, detail)
+
+    async def _read(self, response: aiohttp.ClientResponse, decoder: SseDecoder, deadline: float) -> list[bytes] | None:
+        """The payloads of what arrived meanwhile; None at the end of the stream."""
+        try:
+            async with self._bounded(deadline):
+                piece = await response.content.readany()
+            return decoder.feed(piece) if piece else None
+        except TimeoutError:
+            raise EngineError("engine_timeout", "the engine stopped sending") from None
+        except SseError as error:
+            raise EngineError("engine_error", str(error)) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise await self._broken(error) from None
+
+    def _bounded(self, deadline: float) -> asyncio.Timeout:
+        """The request's own end, or a silence that is too long: whichever comes first."""
+        return asyncio.timeout_at(min(deadline, asyncio.get_running_loop().time() + self._stall_timeout_s))
+
+    async def _broken(self, error: Exception) -> EngineError:
+        if await self._has_died():
+            return EngineError("engine_died", "the engine's process ended")
+        return EngineError("engine_error", f"the connection to the engine broke: {type(error).__name__}")
+
+
+def _gauge(text: str, name: str) -> float | None:
+    """Sum of a gauge's samples over its labels; None if it is not there."""
+    samples = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? ([0-9.eE+]+)", text, re.MULTILINE)
+    return sum(float(sample) for sample in samples) if samples else None
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """A server that runs already."""
+
+    base_url: str
+    dialect: Dialect
+    slots: int
+    context_per_slot: int
+    api_key: str | None = None
+    served_model: str | None = None
+    prefix_cache_s: float = 0.0
+    load_timeout_s: float = 600.0
+    stall_timeout_s: float = 120.0
+
+
+class AttachedEngine(HttpEngine):
+    """An engine that the owner runs by himself. Stopping it here only lets go of it."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        super().__init__(attachment.dialect, stall_timeout_s=attachment.stall_timeout_s)
+        self._attachment = attachment
+
+    async def start(self) -> EngineFacts:
+        """Wait until the server answers, and learn its model and context. Raises EngineError."""
+        wish = self._attachment
+        await self._close()
+        self._open(wish.base_url, aiohttp.TCPConnector(force_close=True, limit=0), wish.api_key)
+        listing = await self._first_listing()
+        self._model, longest = _served(listing, wish.served_model)
+        self._facts = EngineFacts(
+            name=self._dialect.name,
+            version=await self._version(),
+            slots=wish.slots,
+            context_per_slot=min(wish.context_per_slot, longest or wish.context_per_slot),
+            simulated=False,
+            prefix_cache_s=wish.prefix_cache_s,
+            pid=None,
+        )
+        return self._facts
+
+    async def _first_listing(self) -> str:
+        """The server's list of models, as soon as it gives one."""
+        give_up_at = asyncio.get_running_loop().time() + self._attachment.load_timeout_s
+        while asyncio.get_running_loop().time() < give_up_at:
+            listing = await self._probe("/v1/models")
+            if listing is not None:
+                return listing
+            await asyncio.sleep(NOT_READY_POLL_S)
+        await self._close()
+        raise EngineError("engine_timeout", f"no server answers at {self._attachment.base_url}")
+
+    async def _version(self) -> str:
+        """vLLM says it at /version; others are `unknown`."""
+        text = await self._probe("/version")
+        try:
+            answer: Any = msgspec.json.decode(text or "{}")
+        except msgspec.DecodeError:
+            return "unknown"
+        version = answer.get("version") if isinstance(answer, dict) else None
+        return version[:40] if isinstance(version, str) else "unknown"
+
+    async def stop(self) -> None:
+        """Let go of the server; its process is the owner's. Never raises."""
+        await self._close()
+
+
+class _ServedModel(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Listing(msgspec.Struct):
+    data: list[_ServedModel]
+
+
+def _served(listing: str, wanted: str | None) -> tuple[str, int | None]:
+    """The served model's name and its context in tokens, if told. Raises EngineError if it cannot be the one meant."""
+    try:
+        models = msgspec.json.decode(listing, type=_Listing).data
+    except msgspec.DecodeError:
+        raise EngineError("engine_error", "the server's list of models is not OpenAI's") from None
+    matching = [model for model in models if wanted in {None, model.id}]
+    if len(matching) != 1:
+        names = ", ".join(model.id for model in models[:10]) or "none"
+        raise EngineError("engine_error", f"the server serves {names}; name one of them as served_model")
+    return matching[0].id, matching[0].max_model_len
