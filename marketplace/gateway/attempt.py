@@ -1,0 +1,152 @@
+"""One attempt as this gateway sees it: frames in, pieces and an ending out. No I/O; the socket's reader calls it.
+
+The links fence frames by epoch and sequence before they come here; what is bounded here is the answer as a whole. After
+the ending nothing more is accepted, save the one report that confirms it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from agent.protocol import Accepted, Failed, Finished, Refused, Tokens
+from marketplace.fleet.links import AttemptFrame, GoneReason
+from marketplace.gateway.outcomes import Ending, of_failure, of_refusal
+from marketplace.matching.types import OfferView
+
+SPARE_TOKENS: Final = 16
+"""Tokens beyond max_output_tokens that are borne, though never billed: engines count end marks in different ways."""
+SPARE_CHARACTERS: Final = 64 * 1024
+CHARACTERS_PER_TOKEN: Final = 256
+"""No vocabulary that is served has a longer token; answers are bounded by this on average."""
+FINISH_REASONS: Final = frozenset({"stop", "length", "tool_calls"})
+MESSAGE_CHARACTERS: Final = 300
+CODE_CHARACTERS: Final = 64
+
+
+class AttemptRun:
+    """The state of one attempt, and the sink of its frames."""
+
+    __slots__ = (
+        "_characters",
+        "_max_characters",
+        "_max_tokens",
+        "_waiter",
+        "accepted",
+        "attempt_id",
+        "code",
+        "ending",
+        "epoch",
+        "first_token_at",
+        "message",
+        "offer",
+        "pieces",
+        "report",
+        "reported",
+        "token_count",
+    )
+
+    def __init__(self, offer: OfferView, attempt_id: bytes, epoch: int, max_output_tokens: int) -> None:
+        self.offer = offer
+        self.attempt_id = attempt_id
+        self.epoch = epoch
+        self.pieces: list[Tokens] = []
+        self.token_count = 0
+        """Tokens accepted so far: ids where the engine gives them, else one a piece with text."""
+        self.accepted = False
+        """The node said that the request is on its way into the engine."""
+        self.first_token_at: float | None = None
+        self.ending: Ending | None = None
+        self.code = ""
+        """The attempt's end code."""
+        self.message = ""
+        """For the renter, where something went wrong."""
+        self.report: Finished | Failed | None = None
+        self.reported = False
+        """The node has nothing more to say: it reported, refused, or is gone."""
+        self._characters = 0
+        self._max_tokens = max_output_tokens + SPARE_TOKENS
+        self._max_characters = SPARE_CHARACTERS + max_output_tokens * CHARACTERS_PER_TOKEN
+        self._waiter: asyncio.Future[None] | None = None
+
+    # --- called by the reader of the node's socket ----------------------------------------------------------------
+
+    def on_frame(self, frame: AttemptFrame) -> None:
+        """Take the next frame of this attempt."""
+        if isinstance(frame, Tokens):
+            if self.ending is None:
+                self._on_tokens(frame)
+        else:
+            self._on_report(frame)
+
+    def on_gone(self, reason: GoneReason) -> None:
+        """The way to the node is gone: no more frames will come."""
+        self.reported = True
+        ours = reason in (GoneReason.LINK_LOST, GoneReason.STOPPING)
+        self.stop(Ending.PLATFORM if ours else Ending.NODE, reason.value, "The connection to the node was lost.")
+
+    # --- called by whoever runs the attempt -----------------------------------------------------------------------
+
+    def stop(self, ending: Ending, code: str = "", message: str = "") -> None:
+        """End the attempt, unless it has ended: the first ending counts."""
+        if self.ending is None:
+            self.ending = ending
+            self.code = code or ending.value
+            self.message = message[:MESSAGE_CHARACTERS]
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the waiting runner look again."""
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Sleep until something happened. One runner waits at a time."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _on_tokens(self, frame: Tokens) -> None:
+        pieces = self.pieces
+        if not pieces:
+            self.first_token_at = asyncio.get_running_loop().time()
+        pieces.append(frame)
+        length = len(frame.text)
+        self._characters += length
+        self.token_count += len(frame.token_ids) or (1 if length or frame.extra else 0)
+        if self.token_count > self._max_tokens or self._characters > self._max_characters:
+            pieces.pop()
+            self.stop(Ending.NODE, "engine_error", "The node sent more than was asked for.")
+            return
+        waiter = self._waiter
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _on_report(self, frame: Accepted | Refused | Finished | Failed) -> None:
+        if isinstance(frame, Accepted):
+            self.accepted = True
+            return
+        self.reported = True
+        if isinstance(frame, Refused):
+            self.stop(of_refusal(frame.code), frame.code[:CODE_CHARACTERS], frame.message)
+        else:
+            self.report = frame
+            self._end_by(frame)
+
+    def _end_by(self, report: Finished | Failed) -> None:
+        if isinstance(report, Failed):
+            self.stop(of_failure(report.code), report.code[:CODE_CHARACTERS], report.message)
+        elif report.finish_reason in FINISH_REASONS:
+            self.stop(Ending.FINISHED)
+        elif report.finish_reason == "cancelled":
+            # Nobody here asked for it, or the ending would stand already.
+            self.stop(Ending.NODE, "engine_error", "The node stopped without being asked.")
+        else:
+            self.stop(Ending.BLANK, "engine_empty", "The engine closed without a finish reason.")

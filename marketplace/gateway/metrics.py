@@ -1,0 +1,36 @@
+"""What an operator watches of a gateway, for Prometheus. Counted once a request, never once a token."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+TTFT_BUCKETS_S = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+
+class GatewayMetrics:
+    """One set of figures for one gateway. No label has values that a stranger can choose."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.outcomes = Counter(
+            "fallow_outcomes", "Requests by how they ended.", ["endpoint", "outcome"], registry=self.registry
+        )
+        self.http_errors = Counter(
+            "fallow_http_errors", "Refusals and failures by stable code.", ["code"], registry=self.registry
+        )
+        self.tokens = Counter("fallow_tokens", "Tokens billed, by class.", ["token_class"], registry=self.registry)
+        self.charged = Counter("fallow_charged_nano_usd", "Charged to renters, in nano-USD.", registry=self.registry)
+        self.attempts = Counter("fallow_attempts", "Attempts by end code.", ["ending"], registry=self.registry)
+        self.ttft = Histogram(
+            "fallow_ttft_seconds",
+            "From a request's arrival to its first token.",
+            buckets=TTFT_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.active = Gauge("fallow_active_attempts", "Attempts that run here now.", registry=self.registry)
+
+    def render(self) -> bytes:
+        """The text format."""
+        return generate_latest(self.registry)
