@@ -168,7 +168,9 @@ def _order(candidates: list[_Candidate], demand: Demand, rng: Random) -> tuple[l
     keyed = _keyed_interactive(candidates, rng) if demand.interactive else _keyed_queued(candidates, rng)
     keyed.sort(key=lambda item: item[0])
     best = keyed[0][0][:2]
-    return [candidate for _, candidate in keyed], sum(1 for key, _ in keyed if key[:2] == best)
+    # A job that can wait wants the fullest engine, which the order already says.
+    tied = sum(1 for key, _ in keyed if key[:2] == best) if demand.interactive else 1
+    return [candidate for _, candidate in keyed], tied
 
 
 _Key = tuple[int, int, float, float]
