@@ -174,8 +174,6 @@ class ChatReader:
         self._top_logprobs = _asked_logprobs(request)
         self._pieces_left = request.max_output_tokens * PIECES_PER_TOKEN + SPARE_PIECES
         self._ids: list[int] = []
-        self._spelled: bytes | None = b""
-        """What the ids spell; None where the engine does not say."""
         self._finish = ""
         self._usage = Usage()
         self.ended = False
@@ -209,7 +207,7 @@ class ChatReader:
         return bool(self._finish)
 
     def _read_choice(self, choice: _Choice) -> Iterator[Piece]:
-        self._take_ids(choice)
+        self._ids += _token_ids(choice)
         delta = choice.delta
         extra = self._extra(choice)
         thought = delta.reasoning_content or delta.reasoning
@@ -224,21 +222,10 @@ class ChatReader:
         self._pieces_left -= 1
         if self._pieces_left < 0:
             raise EngineError("engine_error", "the engine does not stop at max_tokens")
-        # A character of several tokens comes with the last of their ids only: ids that do not spell the text are none.
-        matches = self._spelled is None or self._spelled == text.encode("utf-8", errors="surrogatepass")
-        ids = tuple(self._ids) if matches else ()
-        self._ids, self._spelled = [], b""
+        # llama.cpp sends a character of several tokens with the last of their ids only, which would not decode to it.
+        ids = () if self._dialect.ids_in_logprobs and not text.isascii() else tuple(self._ids)
+        self._ids = []
         return Piece(text, ids, reasoning, extra)
-
-    def _take_ids(self, choice: _Choice) -> None:
-        if choice.token_ids:
-            self._ids += choice.token_ids
-            self._spelled = None
-        elif choice.logprobs is not None:
-            for entry in choice.logprobs.content or []:
-                if entry.id is not None:
-                    self._ids.append(entry.id)
-                    self._spelled = (self._spelled or b"") + bytes(entry.bytes or entry.token.encode())
 
     def _extra(self, choice: _Choice) -> bytes:
         fields: dict[str, object] = {}
@@ -258,6 +245,14 @@ class ChatReader:
             completion_tokens=usage.completion_tokens,
             reasoning_tokens=completion.reasoning_tokens if completion else None,
         )
+
+
+def _token_ids(choice: _Choice) -> list[int]:
+    if choice.token_ids:
+        return choice.token_ids
+    if choice.logprobs is None or not choice.logprobs.content:
+        return []
+    return [entry.id for entry in choice.logprobs.content if entry.id is not None]
 
 
 def _public_logprob(entry: _Logprob, top: int) -> dict[str, Any]:
