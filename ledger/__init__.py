@@ -5,7 +5,16 @@ positive, a credit negative; balances are given in the account's normal directio
 """
 
 from ledger.accounts import AccountSpec, account_id, charted, open_account, open_accounts
-from ledger.balances import Available, TrialBalance, TrialRow, available, balance, trial_balance
+from ledger.balances import (
+    Available,
+    TrialBalance,
+    TrialRow,
+    available,
+    balance,
+    journals_between,
+    posted_in,
+    trial_balance,
+)
 from ledger.chart import (
     CHART,
     CLEARING,
@@ -87,6 +96,7 @@ __all__ = [
     "divide_half_even",
     "expire",
     "format_nano",
+    "journals_between",
     "open_account",
     "open_accounts",
     "overdue",
@@ -94,6 +104,7 @@ __all__ = [
     "parse_nano",
     "post",
     "post_many",
+    "posted_in",
     "release",
     "renter_credit",
     "reserve",

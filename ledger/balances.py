@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 
-from sqlalchemy import func, select
+from sqlalchemy import ColumnElement, Select, func, select
 from sqlalchemy.orm import Session
 
 from ledger.chart import Kind
@@ -67,13 +67,20 @@ class TrialBalance:
 
 def balance(session: Session, account_id: int, as_of: datetime | None = None) -> Money:
     """An account's balance from its postings, of journals effective before `as_of` if given. Raises UnknownAccount."""
-    account = session.get(Account, account_id)
-    if account is None:
-        raise UnknownAccount(f"There is no account with the id {account_id}.")
-    total = select(func.coalesce(func.sum(Posting.amount_nano), 0)).where(Posting.account_id == account_id)
-    if as_of is not None:
-        total = total.join(Journal, Journal.id == Posting.journal_id).where(Journal.effective_at < as_of)
-    return Money(Kind(account.kind).sign * int(session.scalar(total) or 0), account.currency)
+    if as_of is None:
+        return _total(session, account_id)
+    return _total(session, account_id, Posting.journal_id.in_(select(Journal.id).where(Journal.effective_at < as_of)))
+
+
+def journals_between(start: datetime, end: datetime | None = None) -> Select[tuple[int]]:
+    """A query for the ids of journals effective in [start, end), to be used within another query."""
+    query = select(Journal.id).where(Journal.effective_at >= start)
+    return query if end is None else query.where(Journal.effective_at < end)
+
+
+def posted_in(session: Session, account_id: int, journals: Select[tuple[int]]) -> Money:
+    """What these journals did to an account's balance. Raises UnknownAccount."""
+    return _total(session, account_id, Posting.journal_id.in_(journals))
 
 
 def available(session: Session, account_id: int) -> Available:
@@ -108,3 +115,13 @@ def trial_balance(session: Session, as_of: datetime | None = None) -> TrialBalan
         as_of,
         tuple(TrialRow(row.code, Kind(row.kind), row.currency, int(row.debits), int(row.credits)) for row in rows),
     )
+
+
+def _total(session: Session, account_id: int, *conditions: ColumnElement[bool]) -> Money:
+    account = session.get(Account, account_id)
+    if account is None:
+        raise UnknownAccount(f"There is no account with the id {account_id}.")
+    total = session.scalar(
+        select(func.coalesce(func.sum(Posting.amount_nano), 0)).where(Posting.account_id == account_id, *conditions)
+    )
+    return Money(Kind(account.kind).sign * int(total or 0), account.currency)

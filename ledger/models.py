@@ -90,7 +90,10 @@ class Journal(LedgerBase):
     """One balanced entry. Append-only: triggers refuse UPDATE, DELETE and TRUNCATE."""
 
     __tablename__ = "ledger_journals"
-    __table_args__ = (UniqueConstraint("source", "kind", "outside_id"),)
+    __table_args__ = (
+        UniqueConstraint("source", "kind", "outside_id"),
+        Index("ix_ledger_journals_effective_at", "effective_at"),
+    )
 
     id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
     idempotency_key: Mapped[str] = mapped_column(unique=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from uuid import UUID
 
-from sqlalchemy import CheckConstraint, ForeignKey, Identity, Index, LargeBinary, UniqueConstraint, func, text
+from sqlalchemy import CheckConstraint, Double, ForeignKey, Identity, Index, LargeBinary, UniqueConstraint, func, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from marketplace.core.database import Base
@@ -74,6 +74,8 @@ class Offer(Base):
     engine: Mapped[str]
     engine_version: Mapped[str]
     simulated: Mapped[bool]
+    decode_tokens_per_s: Mapped[float | None] = mapped_column(Double)
+    """What the node says it decodes in all slots together; null where it does not say."""
     updated_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 

@@ -168,6 +168,7 @@ def upgrade() -> None:
         sa.UniqueConstraint("reverses_id", name=op.f("uq_ledger_journals_reverses_id")),
         sa.UniqueConstraint("source", "kind", "outside_id", name=op.f("uq_ledger_journals_source_kind_outside_id")),
     )
+    op.create_index("ix_ledger_journals_effective_at", "ledger_journals", ["effective_at"])
     op.create_table(
         "ledger_balances",
         sa.Column("account_id", sa.BigInteger(), nullable=False),
@@ -440,6 +441,7 @@ def upgrade() -> None:
         sa.Column("engine", sa.String(), nullable=False),
         sa.Column("engine_version", sa.String(), nullable=False),
         sa.Column("simulated", sa.Boolean(), nullable=False),
+        sa.Column("decode_tokens_per_s", sa.Double(), nullable=True),
         sa.Column("updated_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
         sa.ForeignKeyConstraint(["node_id"], ["nodes.id"], name=op.f("fk_offers_node_id")),
         sa.ForeignKeyConstraint(["price_id"], ["prices.id"], name=op.f("fk_offers_price_id")),
