@@ -8,10 +8,11 @@ is acknowledged early (no poison loop), it expires while nobody works, and the r
 from __future__ import annotations
 
 import time
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, ParamSpec, TypeVar
 from urllib.parse import parse_qs, quote, urlsplit
 
-from celery import Celery
+from celery import Celery, shared_task
 from celery.beat import Scheduler, SchedulingError
 from kombu.exceptions import KombuError, OperationalError
 from redis.exceptions import RedisError
@@ -21,6 +22,8 @@ from marketplace.core.outbox import TaskSender
 from marketplace.core.settings import Settings
 
 log = get_logger(__name__)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 MATCH: Final = "match"
 """Assignment of queued jobs: short, frequent, must not wait behind anything."""
@@ -99,6 +102,12 @@ def broker_url(valkey_url: str) -> str:
     login = f"{quote(parts.username or '')}:{quote(password)}@" if password else ""
     database = query.get("db", ["0"])[0]
     return f"redis+socket://{login}{parts.path}?virtual_host={database}"
+
+
+def task(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a function a task of whichever application loads its module."""
+    decorate: Callable[[Callable[P, R]], Callable[P, R]] = shared_task(name=name)
+    return decorate
 
 
 def sender(app: Celery) -> TaskSender:

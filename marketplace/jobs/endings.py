@@ -6,7 +6,8 @@ that ran out because their gateway is gone, and jobs that wait although nothing 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from uuid import UUID
 
 from marketplace.jobs.states import JobState, Outcome
 
@@ -20,7 +21,7 @@ class History:
     """What has been tried for one job."""
 
     attempts: int
-    """Ended attempts, without those that an owner's pre-emption ended."""
+    """Attempts that ended, without those that an owner's pre-emption ended."""
     preemptions: int
     last_fault: str | None = None
 
@@ -28,6 +29,22 @@ class History:
     def exhausted(self) -> bool:
         """True if the job may not have another attempt."""
         return self.attempts >= MAX_ATTEMPTS or self.preemptions >= MAX_PREEMPTIONS
+
+    def with_lost_lease(self) -> History:
+        """The history once an attempt that is still open has been lost by us."""
+        return replace(self, attempts=self.attempts + 1, last_fault="platform")
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What has been tried for one job, and where."""
+
+    history: History
+    failed_nodes: frozenset[UUID]
+    """Nodes that may not see the job again."""
+
+
+UNTRIED = Tried(History(attempts=0, preemptions=0), frozenset())
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +79,10 @@ def after_lost_lease(
             "The gateway that ran this request stopped. Nothing is charged.",
         )
     if cancel_requested:
-        return Ending(JobState.VOIDED, Outcome.CANCELLED_EARLY, "cancelled", "Cancelled before the first token.")
+        return unwanted()
     if queued and deadline_passed:
         return overdue()
-    return Ending(
-        JobState.VOIDED,
-        Outcome.PLATFORM_FAILED,
-        "platform_failed",
-        "The gateway that ran this request stopped before its first token. Nothing is charged.",
-    )
+    return forsaken()
 
 
 def overdue() -> Ending:
@@ -103,4 +115,29 @@ def fits_nowhere(sentence: str) -> Ending:
         Outcome.NO_CAPACITY,
         "no_capacity",
         f"No node can run this job: {sentence}. Nothing is charged.",
+    )
+
+
+def failed_everywhere(sentence: str) -> Ending:
+    """A waiting job that every node which could run it has failed already."""
+    return Ending(
+        JobState.VOIDED,
+        Outcome.NODE_FAILED,
+        "node_failed",
+        f"No node is left for this job: {sentence}. Nothing is charged.",
+    )
+
+
+def unwanted() -> Ending:
+    """A waiting job that its renter cancelled."""
+    return Ending(JobState.VOIDED, Outcome.CANCELLED_EARLY, "cancelled", "Cancelled before the first token.")
+
+
+def forsaken() -> Ending:
+    """A job that counts as running although no attempt of it is left: its gateway died between two attempts."""
+    return Ending(
+        JobState.VOIDED,
+        Outcome.PLATFORM_FAILED,
+        "platform_failed",
+        "The gateway that ran this request stopped. Nothing is charged.",
     )

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from string import Template
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Row, Select, TextClause, func, select, text, tuple_, update
+from sqlalchemy import Row, Select, TextClause, exists, func, select, text, tuple_, update
 from sqlalchemy.orm import Session
 
 from marketplace.fleet.models import Node, Offer
-from marketplace.jobs.endings import History
+from marketplace.jobs.endings import History, Tried
 from marketplace.jobs.models import Attempt, Job
 from marketplace.matching.types import OfferView, Rates
 from marketplace.metering.models import Receipt
@@ -68,18 +69,6 @@ class Waiting:
     max_output_tokens: int
     ceiling: Rates
     cancel_requested: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """What has been tried for a waiting job."""
-
-    history: History
-    failed_nodes: frozenset[UUID]
-    """Nodes that may not see the job again."""
-
-
-UNTRIED = Tried(History(attempts=0, preemptions=0), frozenset())
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,6 +379,22 @@ def overdue_jobs(session: Session, *, limit: int) -> list[UUID]:
         .limit(limit)
     )
     return list(session.scalars(statement))
+
+
+def forsaken_jobs(session: Session, *, grace_s: float, limit: int) -> list[tuple[UUID, str]]:
+    """Jobs, with their kind, that count as running although no attempt of theirs is, `grace_s` after their deadline."""
+    living = select(Attempt.job_id).where(Attempt.job_id == Job.id, Attempt.state == "leased")
+    statement = (
+        select(Job.id, Job.kind)
+        .where(
+            Job.state == "running",
+            Job.deadline_at <= func.clock_timestamp() - timedelta(seconds=grace_s),
+            ~exists(living),
+        )
+        .order_by(Job.deadline_at)
+        .limit(limit)
+    )
+    return [(row.id, row.kind) for row in session.execute(statement)]
 
 
 # --- what a renter asks -------------------------------------------------------------------------------------------

@@ -1,0 +1,156 @@
+"""One round of matching queued jobs to idle capacity. Short: it reads, reserves, leases, and waits for no inference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Final, Protocol
+from uuid import UUID
+
+from sqlalchemy.orm import Session
+
+from marketplace.core.ids import new_id
+from marketplace.jobs import endings, repository
+from marketplace.jobs.endings import UNTRIED, Ending, Tried
+from marketplace.jobs.hot import AttemptLease, Lease, Leased
+from marketplace.jobs.repository import Waiting
+from marketplace.jobs.writer import run_in_session
+from marketplace.matching.rank import Rules, rank, with_pick
+from marketplace.matching.retries import RetryBudget
+from marketplace.matching.types import Demand, OfferView, Ranked
+
+MAX_ROUND: Final = 256
+"""Jobs of one variant in one round."""
+SPARE: Final = 16
+"""Jobs looked at beyond the free slots, since some may not fit the slot that is left."""
+
+
+class Slots(Protocol):
+    """Reservations at offers, as fleet keeps them. Raises ValkeyDownError."""
+
+    def reserve_first(self, ranked: Ranked, attempt_id: UUID, ttl_s: float) -> OfferView | None: ...
+
+    def release(self, offer_id: UUID, attempt_id: UUID) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A leased attempt, and the gateway that must hear of it."""
+
+    job_id: UUID
+    attempt_id: UUID
+    offer_id: UUID
+    gateway_id: str
+
+
+@dataclass(slots=True)
+class Assignment:
+    """What a round did, and what it found on the way."""
+
+    placed: list[Placed] = field(default_factory=list)
+    refused: list[Placed] = field(default_factory=list)
+    """Reserved, but the lease was refused: their slots are free again."""
+    over: list[tuple[UUID, Ending]] = field(default_factory=list)
+    """Jobs that may not have another attempt."""
+    stuck: list[tuple[UUID, Ending]] = field(default_factory=list)
+    """Jobs that every fitting node has failed already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matcher:
+    """What a round needs beside the database. One per process; `now_s` is monotonic seconds."""
+
+    slots: Slots
+    budget: RetryBudget
+    rng: Random
+    rules: Rules
+    lease_s: float
+    now_s: Callable[[], float]
+
+
+def assign(session: Session, offers: Sequence[OfferView], matcher: Matcher) -> Assignment:
+    """Give queued jobs to offers that have room now, and lease them; the caller commits, then dispatches.
+
+    Holds row locks on the jobs of this round until the commit. Raises ValkeyDownError: roll back then, the slots that
+    were reserved come free with their time.
+    """
+    done = Assignment()
+    wanted: list[tuple[Lease, Placed]] = []
+    variants = repository.queued_variants(session)
+    matcher.rng.shuffle(variants)
+    for variant_id in variants:
+        known = [offer for offer in offers if offer.variant_id == variant_id]
+        wanted += _match(session, variant_id, known, matcher, done)
+    answers = run_in_session(session, [lease for lease, _ in wanted])
+    for (_, placed), answer in zip(wanted, answers, strict=True):
+        assert isinstance(answer, Leased)
+        (done.placed if answer.epoch else done.refused).append(placed)
+    return done
+
+
+def _match(
+    session: Session, variant_id: UUID, known: list[OfferView], matcher: Matcher, done: Assignment
+) -> list[tuple[Lease, Placed]]:
+    anything = Demand(variant_id, 0, 0, None, variant_id, interactive=False)
+    free = rank(known, anything, matcher.rng, rules=matcher.rules).offers
+    room = sum(offer.slots - offer.slots_busy for offer in free)
+    jobs = repository.next_in_line(session, variant_id, free, limit=min(room + SPARE, MAX_ROUND)) if room else []
+    history = repository.tried(session, [job.job_id for job in jobs]) if jobs else {}
+    wanted: list[tuple[Lease, Placed]] = []
+    for job in jobs:
+        found = _place(job, history.get(job.job_id, UNTRIED), known, matcher, done)
+        if found is not None:
+            lease, placed = found
+            wanted.append((lease, placed))
+            known = with_pick(known, placed.offer_id)
+    return wanted
+
+
+def _place(
+    job: Waiting, tried: Tried, known: Sequence[OfferView], matcher: Matcher, done: Assignment
+) -> tuple[Lease, Placed] | None:
+    if tried.history.exhausted:
+        done.over.append((job.job_id, endings.used_up(tried.history)))
+        return None
+    ranked = rank(known, demand_of(job, tried.failed_nodes), matcher.rng, rules=matcher.rules)
+    if not ranked.offers:
+        if tried.failed_nodes and ranked.refusal.hopeless:
+            done.stuck.append((job.job_id, endings.failed_everywhere(ranked.refusal.sentence())))
+        return None
+    if not _within_budget(job, tried, matcher):
+        return None
+    attempt_id = new_id()
+    offer = matcher.slots.reserve_first(ranked, attempt_id, matcher.lease_s)
+    if offer is None:
+        return None
+    lease = AttemptLease(
+        attempt_id=attempt_id,
+        node_id=offer.node_id,
+        offer_id=offer.offer_id,
+        price_id=offer.price_id,
+        rates=offer.rates,
+        gateway_id=offer.gateway_id,
+        lease_s=matcher.lease_s,
+    )
+    return Lease(job.job_id, lease), Placed(job.job_id, attempt_id, offer.offer_id, offer.gateway_id)
+
+
+def _within_budget(job: Waiting, tried: Tried, matcher: Matcher) -> bool:
+    if tried.history.attempts:
+        return matcher.budget.try_retry(job.variant_id, matcher.now_s())
+    matcher.budget.request(job.variant_id, matcher.now_s())
+    return True
+
+
+def demand_of(job: Waiting, failed_nodes: frozenset[UUID] = frozenset()) -> Demand:
+    """The matcher's view of a queued job."""
+    return Demand(
+        variant_id=job.variant_id,
+        prompt_tokens=job.prompt_tokens,
+        max_output_tokens=job.max_output_tokens,
+        ceiling=job.ceiling,
+        organisation_id=job.organisation_id,
+        excluded_nodes=failed_nodes,
+        interactive=False,
+    )

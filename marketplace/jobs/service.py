@@ -1,0 +1,162 @@
+"""Jobs that can wait: accepting one, showing it, cancelling it. The queue's own work is assignment and sweeping."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+from uuid import UUID
+
+from marketplace.core.database import SessionFactory
+from marketplace.core.errors import Conflict, NotFound
+from marketplace.core.ids import new_id, show
+from marketplace.jobs import endings, repository
+from marketplace.jobs.hot import Admit
+from marketplace.jobs.repository import JobView
+from marketplace.jobs.states import JobState, Outcome
+from marketplace.jobs.sweeping import close_waiting
+from marketplace.jobs.writer import HotWriter
+from marketplace.metering.pricing import Rates, affordable_output, worst_case
+
+MAX_TRIES: Final = 3
+"""Times that something is tried again because the balance, or the job, moved meanwhile."""
+CANCELLED: Final = frozenset({Outcome.CANCELLED.value, Outcome.CANCELLED_EARLY.value})
+
+
+class JobEnded(Conflict):
+    """A job that has ended cannot be cancelled."""
+
+    code = "job_ended"
+
+
+class JobBusy(Conflict):
+    """The job changed hands faster than we could cancel it."""
+
+    code = "job_busy"
+    retryable = True
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A job as its renter asks for it, checked and counted."""
+
+    organisation_id: UUID
+    key_id: UUID
+    credit_account_id: int
+    request_id: str
+    variant_id: UUID
+    body: Callable[[int], bytes]
+    """JSON of the chat request that an engine gets, given its bound on output."""
+    prompt_tokens: int
+    max_output_tokens: int
+    bound_asked: bool
+    """True: the client asked for this bound, so it is not lowered to what the balance affords."""
+    ceiling: Rates
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The job is durable and its worst case is held."""
+
+    job_id: UUID
+    max_output_tokens: int
+    lowered: bool
+    """True if the balance did not cover the model's own bound."""
+    hold_nano: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shortfall:
+    """The balance covers neither what was asked nor, where that may be lowered, one token. Nothing was written."""
+
+    needed_nano: int
+    available_nano: int
+    affordable_output_tokens: int
+    """What the balance would cover at this prompt and price; 0: not even one token."""
+
+
+async def accept(writer: HotWriter, order: Order, *, hold_margin_s: float) -> Accepted | Shortfall:
+    """Hold the worst case at the job's own maximum price, and queue it, in one durable statement.
+
+    Raises Unavailable if the database does not answer.
+    """
+    job_id = new_id()
+    bound = order.max_output_tokens
+    for _ in range(MAX_TRIES):
+        needed_nano = worst_case(order.ceiling, order.prompt_tokens, bound)
+        admitted = await writer.submit(_admission(order, job_id, bound, needed_nano, hold_margin_s))
+        if admitted.ok:
+            return Accepted(job_id, bound, bound < order.max_output_tokens, needed_nano)
+        affordable = affordable_output(order.ceiling, order.prompt_tokens, admitted.available_nano)
+        shortfall = Shortfall(needed_nano, admitted.available_nano, affordable)
+        if order.bound_asked or affordable < 1:
+            return shortfall
+        bound = min(bound, affordable)
+    return shortfall
+
+
+def _admission(order: Order, job_id: UUID, bound: int, hold_nano: int, hold_margin_s: float) -> Admit:
+    return Admit(
+        job_id=job_id,
+        organisation_id=order.organisation_id,
+        key_id=order.key_id,
+        credit_account_id=order.credit_account_id,
+        request_id=order.request_id,
+        kind="queued",
+        variant_id=order.variant_id,
+        body=order.body(bound).decode(),
+        prompt_tokens=order.prompt_tokens,
+        max_output_tokens=bound,
+        ceiling=order.ceiling,
+        hold_nano=hold_nano,
+        hold_margin_s=hold_margin_s,
+        gateway_id=None,
+        deadline_s=order.deadline_s,
+        attempt=None,
+    )
+
+
+def get(factory: SessionFactory, organisation_id: UUID, job_id: UUID) -> JobView:
+    """One of the organisation's jobs. Raises NotFound."""
+    with factory() as session:
+        view = repository.find(session, organisation_id, job_id)
+    if view is None:
+        raise NotFound(f"There is no job with the id {show('job', job_id)!r}.")
+    return view
+
+
+def page(
+    factory: SessionFactory, organisation_id: UUID, *, after: UUID | None, states: Sequence[str], limit: int
+) -> tuple[list[JobView], bool]:
+    """Up to `limit` jobs, newest first, and whether more follow."""
+    with factory() as session:
+        views = repository.page(session, organisation_id, after=after, states=states, limit=limit + 1)
+    return views[:limit], len(views) > limit
+
+
+async def cancel(factory: SessionFactory, writer: HotWriter, organisation_id: UUID, job_id: UUID) -> JobView:
+    """End a waiting job now; ask the gateway that runs a running one to stop it at its next checkpoint.
+
+    A job that was cancelled before is returned as it is. Raises NotFound, JobEnded, JobBusy, Unavailable.
+    """
+    for _ in range(MAX_TRIES):
+        view = await asyncio.to_thread(get, factory, organisation_id, job_id)
+        state = JobState(view.job.state)
+        if view.job.outcome in CANCELLED or (state is JobState.RUNNING and view.job.cancel_requested_at is not None):
+            return view
+        if state is JobState.QUEUED:
+            if (await writer.submit(close_waiting(job_id, endings.unwanted()))).ok:
+                return await asyncio.to_thread(get, factory, organisation_id, job_id)
+        elif state is JobState.RUNNING:
+            if await asyncio.to_thread(_request_cancel, factory, job_id):
+                return await asyncio.to_thread(get, factory, organisation_id, job_id)
+        else:
+            raise JobEnded(f"Job {show('job', job_id)} has ended: {view.job.outcome}.")
+    raise JobBusy(f"Job {show('job', job_id)} is changing hands just now. Cancel it again.")
+
+
+def _request_cancel(factory: SessionFactory, job_id: UUID) -> bool:
+    with factory() as session, session.begin():
+        return repository.request_cancel(session, job_id)

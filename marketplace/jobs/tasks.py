@@ -1,0 +1,188 @@
+"""The queue's tasks. Each is a nudge without content: it looks at the rows, does what is due, and returns.
+
+Two workers may run the same task at the same moment: assignment skips rows that another has locked, and whatever ends
+an attempt is fenced by its epoch.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Final
+
+import psycopg
+import redis
+from sqlalchemy.orm import Session
+
+from marketplace.core import process
+from marketplace.core.celery import BROKER_ERRORS, make_celery, sender, task
+from marketplace.core.database import SessionFactory, transaction
+from marketplace.core.logs import get_logger
+from marketplace.core.outbox import TaskSender
+from marketplace.core.pump import empty_outbox
+from marketplace.core.settings import Settings, get_settings
+from marketplace.core.valkey import ValkeyDownError
+from marketplace.fleet.reservations import SyncReservations
+from marketplace.fleet.snapshot import read_fleet
+from marketplace.jobs import dispatch, sweeping
+from marketplace.jobs.assignment import Assignment, Matcher, assign
+from marketplace.jobs.hot import Close, Closed
+from marketplace.jobs.writer import run_in_session
+from marketplace.matching.rank import Rules
+from marketplace.matching.retries import RetryBudget
+
+log = get_logger(__name__)
+
+ASSIGN: Final = "jobs.assign"
+SWEEP: Final = "jobs.sweep"
+OUTBOX: Final = "jobs.outbox"
+
+MAX_ROUNDS: Final = 8
+"""Rounds of one assignment task; the next tick goes on."""
+SWEEP_BATCH: Final = 200
+MAX_SWEEP_BATCHES: Final = 25
+
+Finder = Callable[[Session], list[Close]]
+
+
+@task(ASSIGN)
+def assign_jobs() -> None:
+    """Give queued jobs to idle capacity."""
+    assign_until_done(process.session_factory(), process.valkey_client(), _matcher())
+
+
+@task(SWEEP)
+def sweep_jobs() -> None:
+    """End what ran out: leases, deadlines, jobs that nobody wants or that fit nowhere."""
+    sweep(process.session_factory(), process.valkey_client(), get_settings())
+
+
+@task(OUTBOX)
+def send_outbox() -> None:
+    """Send nudges that were committed and not sent."""
+    try:
+        empty_outbox(process.session_factory(), _send())
+    except BROKER_ERRORS as error:
+        log.warning("outbox_waits", error=str(error))
+
+
+@lru_cache
+def _send() -> TaskSender:
+    return sender(make_celery(get_settings()))
+
+
+@lru_cache
+def _matcher() -> Matcher:
+    return make_matcher(process.valkey_client(), get_settings())
+
+
+def make_matcher(client: redis.Redis, settings: Settings) -> Matcher:
+    """What assignment needs beside the database; the retry budget lives as long as this."""
+    return Matcher(
+        slots=SyncReservations(client),
+        budget=RetryBudget(),
+        rng=random.Random(),  # noqa: S311  # it breaks ties
+        rules=Rules(allow_simulated=settings.allow_simulated),
+        lease_s=settings.lease_s,
+        now_s=time.monotonic,
+    )
+
+
+def assign_until_done(factory: SessionFactory, client: redis.Redis, matcher: Matcher) -> int:
+    """Rounds of assignment until one places nothing. Returns how many jobs were placed.
+
+    Without Valkey nothing is known to be idle: the queue waits.
+    """
+    placed = 0
+    try:
+        for _ in range(MAX_ROUNDS):
+            done = assign_once(factory, client, matcher)
+            placed += len(done.placed)
+            if not done.placed:
+                break
+    except ValkeyDownError as error:
+        log.warning("queue_waits_for_valkey", error=str(error))
+    return placed
+
+
+def assign_once(factory: SessionFactory, client: redis.Redis, matcher: Matcher) -> Assignment:
+    """One round: match and lease in one transaction, then tell the gateways. Raises ValkeyDownError."""
+    offers = read_fleet(client)
+    with transaction(factory) as session:
+        done = assign(session, offers, matcher)
+    for refused in done.refused:
+        matcher.slots.release(refused.offer_id, refused.attempt_id)
+    dispatch.push(client, [(item.gateway_id, item.attempt_id) for item in done.placed], lease_s=matcher.lease_s)
+    ages_s = dispatch.stuck_for_s(client, [job_id for job_id, _ in done.stuck])
+    ended = [sweeping.close_waiting(job_id, ending) for job_id, ending in done.over]
+    close_all(factory, ended + sweeping.stuck_too_long(done.stuck, ages_s))
+    if done.placed:
+        log.info("jobs_assigned", placed=len(done.placed), refused=len(done.refused))
+    return done
+
+
+def sweep(factory: SessionFactory, client: redis.Redis, settings: Settings) -> int:
+    """Everything that is due to end. Returns how many attempts and jobs were ended."""
+    finders: tuple[Finder, ...] = (
+        lambda session: sweeping.lost_leases(session, fee_basis_points=settings.fee_basis_points, limit=SWEEP_BATCH),
+        lambda session: sweeping.overdue(session, limit=SWEEP_BATCH),
+        lambda session: sweeping.forsaken(session, grace_s=settings.lease_s, limit=SWEEP_BATCH),
+    )
+    ended = sum(_sweep_all(factory, find) for find in finders)
+    ended += _sweep_stuck(factory, client, settings)
+    if ended:
+        log.info("swept", ended=ended)
+    return ended
+
+
+def _sweep_all(factory: SessionFactory, find: Finder) -> int:
+    ended = 0
+    for _ in range(MAX_SWEEP_BATCHES):
+        with factory() as session:
+            closes = find(session)
+        written = close_all(factory, closes)
+        ended += written
+        if len(closes) < SWEEP_BATCH or not written:
+            break
+    return ended
+
+
+def _sweep_stuck(factory: SessionFactory, client: redis.Redis, settings: Settings) -> int:
+    try:
+        offers = read_fleet(client)
+        rules = Rules(allow_simulated=settings.allow_simulated)
+        with factory() as session:
+            closes, stuck = sweeping.unwanted_or_stuck(session, offers, rules=rules, limit=SWEEP_BATCH)
+        ages_s = dispatch.stuck_for_s(client, [job_id for job_id, _ in stuck])
+    except ValkeyDownError as error:
+        log.warning("sweep_without_fleet", error=str(error))
+        return 0
+    return close_all(factory, closes + sweeping.stuck_too_long(stuck, ages_s))
+
+
+def close_all(factory: SessionFactory, closes: Sequence[Close]) -> int:
+    """Write closes in one transaction; should the database reject one of them, each in its own, so that one defect does
+    not keep the others open. Returns how many were written: the others somebody closed first."""
+    if not closes:
+        return 0
+    try:
+        return _close_together(factory, closes)
+    except psycopg.Error as error:
+        if len(closes) == 1:
+            log.exception("close_rejected", job_id=closes[0].job_id.hex, error=str(error))
+            return 0
+    return sum(close_all(factory, [close]) for close in closes)
+
+
+def _close_together(factory: SessionFactory, closes: Sequence[Close]) -> int:
+    with transaction(factory) as session:
+        answers = run_in_session(session, closes)
+    written = 0
+    for close, answer in zip(closes, answers, strict=True):
+        assert isinstance(answer, Closed)
+        written += answer.ok
+        if not answer.ok and answer.reason != "already_closed":
+            log.warning("close_refused", job_id=close.job_id.hex, reason=answer.reason)
+    return written
