@@ -7,13 +7,14 @@ that ran out because their gateway is gone, and jobs that wait although nothing 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 from uuid import UUID
 
 from marketplace.jobs.states import JobState, Outcome
 
-MAX_ATTEMPTS = 3
+MAX_ATTEMPTS: Final = 3
 """Attempts of one job; the owner's pre-emptions are none."""
-MAX_PREEMPTIONS = 10
+MAX_PREEMPTIONS: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,11 @@ class Ending:
     error_message: str | None = None
 
 
-WAIT_AGAIN = Ending(JobState.QUEUED)
+_BY_LAST_FAULT: Final[dict[str | None, Outcome]] = {
+    "platform": Outcome.PLATFORM_FAILED,
+    None: Outcome.NO_CAPACITY,  # races for a last slot are nobody's fault
+}
+WAIT_AGAIN: Final = Ending(JobState.QUEUED)
 
 
 def after_lost_lease(
@@ -104,7 +109,7 @@ def used_up(history: History) -> Ending:
             "owner_preempted",
             f"Owners took their machines back {history.preemptions} times. Nothing is charged.",
         )
-    outcome = Outcome.PLATFORM_FAILED if history.last_fault == "platform" else Outcome.NODE_FAILED
+    outcome = _BY_LAST_FAULT.get(history.last_fault, Outcome.NODE_FAILED)
     return Ending(JobState.VOIDED, outcome, outcome.value, f"{history.attempts} attempts failed. Nothing is charged.")
 
 

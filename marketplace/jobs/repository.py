@@ -341,9 +341,8 @@ def _waiting(session: Session, statement: Any) -> list[Waiting]:
 
 def tried(session: Session, job_ids: Sequence[UUID]) -> dict[UUID, Tried]:
     """What has been tried for each of these jobs; those without an attempt and without a pre-emption are left out."""
-    preemptions = dict(
-        session.execute(select(Job.id, Job.preemptions).where(Job.id.in_(job_ids), Job.preemptions > 0)).tuples().all()
-    )
+    preempted = session.execute(select(Job.id, Job.preemptions).where(Job.id.in_(job_ids), Job.preemptions > 0))
+    preemptions = {row.id: row.preemptions for row in preempted}
     by_job: dict[UUID, list[tuple[UUID, str | None]]] = {job_id: [] for job_id in preemptions}
     rows = session.execute(
         select(Attempt.job_id, Attempt.node_id, Attempt.fault)
@@ -423,14 +422,10 @@ def page(
 
 def _views(session: Session, jobs: Sequence[Job]) -> list[JobView]:
     ids = [job.id for job in jobs]
-    attempts = dict(
-        session.execute(select(Attempt.job_id, func.count()).where(Attempt.job_id.in_(ids)).group_by(Attempt.job_id))
-        .tuples()
-        .all()
-    )
-    charges = dict(
-        session.execute(select(Receipt.job_id, Receipt.charge_nano).where(Receipt.job_id.in_(ids))).tuples().all()
-    )
+    counts = select(Attempt.job_id, func.count().label("attempts")).where(Attempt.job_id.in_(ids))
+    attempts = {row.job_id: row.attempts for row in session.execute(counts.group_by(Attempt.job_id))}
+    receipts = session.execute(select(Receipt.job_id, Receipt.charge_nano).where(Receipt.job_id.in_(ids)))
+    charges = {row.job_id: row.charge_nano for row in receipts}
     return [JobView(job, attempts.get(job.id, 0), charges.get(job.id)) for job in jobs]
 
 
