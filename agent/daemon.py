@@ -1,0 +1,343 @@
+"""The agent's shell: carries out what the state machine says, and tells it what happened.
+
+assembly.py puts it together. `Daemon.run` ends only when no engine process of ours is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Final, cast
+
+import msgspec
+
+from agent import home as folder
+from agent import identity as identities
+from agent import protocol, state
+from agent.client import Client, TurnedAway
+from agent.config import AgentConfig
+from agent.engines.port import Done, Engine, EngineError, EngineEvent, EngineRequest, Piece
+from agent.policy import Policy, Sight, hottest_c
+from agent.protocol import DeviceReport, GatewayFrame, RunningAttempt, Telemetry, Welcome
+from agent.state import AgentState, Event, Served
+from agent.supervisor import Supervisor
+from agent.telemetry.port import Source, worth_sending
+
+log = logging.getLogger("fallow.agent")
+
+TICK_S: Final = 1.0
+STATUS_EVERY_S: Final = 10.0
+REPORTS_WAIT_S: Final = 2.0
+"""How long a stopping agent waits for its last reports to be acknowledged."""
+STOP_MARGIN_S: Final = 15.0
+"""Beyond the owner's grace: for engines to let go of what they do."""
+
+
+def version() -> str:
+    """The installed distribution's version."""
+    return importlib.metadata.version("fallow")
+
+
+class Daemon:
+    """One node. Single-threaded: everything but a GPU driver's sampling happens on one event loop."""
+
+    def __init__(
+        self,
+        *,
+        home: Path,
+        identity: identities.Identity,
+        config: AgentConfig,
+        served: list[Served],
+        makers: dict[str, Callable[[], Engine]],
+        sources: list[Source],
+    ) -> None:
+        self._home = home
+        self._identity = identity
+        self._config = config
+        self._sources = sources
+        self._policy = Policy(config.owner)
+        self._state = AgentState(
+            served,
+            identity.sign,
+            declared_idle_watts=config.power.idle_watts,
+            declared_load_watts=config.power.load_watts,
+        )
+        self._supervisors = {variant: Supervisor(variant, make, self._dispatch) for variant, make in makers.items()}
+        self._client = Client(identity.file.url, identity, version(), self)
+        self._work: dict[bytes, asyncio.Task[state.WorkEvent]] = {}
+        self._stop_requested = asyncio.Event()
+        self._moved = asyncio.Event()
+        self._devices: list[DeviceReport] = []
+        self._told: Telemetry | None = None
+        self._told_at = float("-inf")
+        self._status_written: folder.Status | None = None
+        self._started_at_s = time.time()
+        self._allowed: bool | None = None
+        self._reason = ""
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> int:
+        """Serve until `stop`, or until the gateway turns this node away. Returns the process's exit code."""
+        self._look_around()
+        tasks = [
+            asyncio.create_task(self._client.run(), name="client"),
+            asyncio.create_task(self._tick_forever(), name="tick"),
+            *(asyncio.create_task(item.run(), name="engine") for item in self._supervisors.values()),
+        ]
+        stopping = asyncio.create_task(self._stop_requested.wait(), name="stop")
+        try:
+            await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            exit_code = _exit_code(tasks)
+            await self._wind_down()
+        finally:
+            for task in (stopping, *tasks):
+                task.cancel()
+            await asyncio.wait({stopping, *tasks})
+            for source in self._sources:
+                source.close()
+        self._write_status()
+        return exit_code
+
+    def stop(self) -> None:
+        """Finish what runs within the grace, then end. A second call ends the grace."""
+        if self._stop_requested.is_set():
+            self._dispatch(state.Stopping(0.0, time.monotonic()))
+        self._stop_requested.set()
+
+    async def _wind_down(self) -> None:
+        log.info("stopping running=%d", self._state.running)
+        grace_s = self._config.stop_grace_s
+        self._dispatch(state.Stopping(grace_s, time.monotonic()))
+        await self._until(lambda: not self._state.attempts, grace_s + STOP_MARGIN_S)
+        await self._until(lambda: self._state.at_rest or not self._client.connected, REPORTS_WAIT_S)
+        await self._client.leave("stopping", "the agent is stopping")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_MARGIN_S):
+                for supervisor in self._supervisors.values():
+                    supervisor.stop()
+                    await supervisor.stopped.wait()
+
+    async def _until(self, condition: Callable[[], bool], limit_s: float) -> None:
+        """Wait for what only an event can bring about."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while not condition():
+                    self._moved.clear()
+                    await self._moved.wait()
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._look_around()
+            self._dispatch(state.Tick(time.monotonic()))
+            self._tell_telemetry(force=False)
+            self._tell_owner()
+
+    # --- events and instructions --------------------------------------------------------------------------------------
+
+    def _dispatch(self, event: Event) -> None:
+        for instruction in self._state.handle(event):
+            self._carry_out(instruction)
+        self._moved.set()
+
+    def _carry_out(self, instruction: state.Instruction) -> None:
+        match instruction:
+            case state.Send(frame):
+                self._client.send(frame)
+            case state.SendTelemetry():
+                self._tell_telemetry(force=True)
+            case state.StartWork():
+                self._start_work(instruction)
+            case state.StopWork(attempt):
+                task = self._work.get(attempt)
+                if task is not None and not task.cancelling():
+                    task.cancel()
+            case state.StartEngine(variant, generation):
+                self._supervisors[variant].start(generation)
+            case state.StopEngine(variant):
+                self._supervisors[variant].stop()
+            case state.VerifyIdle(variant, generation):
+                self._supervisors[variant].verify(generation)
+
+    def _start_work(self, instruction: state.StartWork) -> None:
+        task = asyncio.create_task(self._do_work(instruction), name=f"work-{instruction.attempt.hex()[:8]}")
+        self._work[instruction.attempt] = task
+        task.add_done_callback(lambda done: self._work_done(instruction.attempt, done))
+
+    def _work_done(self, attempt: bytes, task: asyncio.Task[state.WorkEvent]) -> None:
+        # Here and nowhere else an attempt's work ends, so that it ends exactly once: a task that is cancelled before
+        # its first step never runs a line of its own.
+        del self._work[attempt]
+        if task.cancelled():
+            self._dispatch(state.WorkStopped(attempt, time.monotonic()))
+        elif (error := task.exception()) is not None:
+            log.error("work_broke attempt=%s", attempt.hex(), exc_info=error)
+            message = f"{type(error).__name__} in the agent"
+            self._dispatch(state.WorkBroke(attempt, "engine_error", message, time.monotonic()))
+        else:
+            self._dispatch(task.result())
+
+    async def _do_work(self, work: state.StartWork) -> state.WorkEvent:
+        """Stream one answer out of the engine. Returns how it ended; raises only CancelledError and defects."""
+        engine = self._supervisors[work.variant].engine
+        if engine is None:
+            return state.WorkBroke(work.attempt, "engine_died", "the engine is gone", time.monotonic())
+        try:
+            body = msgspec.json.decode(work.body, type=dict[str, object])
+        except msgspec.DecodeError:
+            return state.WorkBroke(work.attempt, "engine_rejected", "the request is not JSON", time.monotonic())
+        request = EngineRequest(body, work.max_output_tokens, work.cache_scope, work.timeout_s)
+        self._dispatch(state.WorkBegan(work.attempt, time.monotonic()))
+        # The port promises aclose; typing has no name for an iterator with it but the generator's.
+        stream = cast("AsyncGenerator[EngineEvent, None]", engine.generate(request))
+        done = Done("")
+        try:
+            async with contextlib.aclosing(stream):
+                async for event in stream:
+                    if isinstance(event, Piece):
+                        self._dispatch(state.PieceCame(work.attempt, event, time.monotonic()))
+                        if self._client.congested:
+                            await self._client.room()
+                    elif isinstance(event, Done):
+                        done = event
+        except EngineError as error:
+            return state.WorkBroke(work.attempt, error.code, error.message, time.monotonic())
+        return state.WorkEnded(work.attempt, done.finish_reason, done.usage, time.monotonic())
+
+    # --- the connection (client.Listener) -----------------------------------------------------------------------------
+
+    def known_attempts(self) -> list[RunningAttempt]:
+        return self._state.known_attempts()
+
+    def on_connected(self, welcome: Welcome) -> None:
+        self._dispatch(state.Connected(time.monotonic()))
+        self._tell_owner()
+
+    def on_frames(self, frames: Sequence[GatewayFrame]) -> None:
+        now = time.monotonic()
+        for frame in frames:
+            self._dispatch(state.GatewaySaid(frame, now))
+
+    def on_disconnected(self, reason: str) -> None:
+        log.info("disconnected reason=%r", reason)
+        self._dispatch(state.Disconnected(time.monotonic()))
+
+    # --- telemetry, owner ---------------------------------------------------------------------------------------------
+
+    def _look_around(self) -> None:
+        """Sample the devices and let the owner's rules decide."""
+        self._devices = [report for source in self._sources for report in source.sample()]
+        now = time.monotonic()
+        verdict = self._policy.decide(
+            Sight(
+                now=now,
+                local=datetime.now().astimezone(),
+                paused=folder.paused(self._home),
+                memory_free_bytes=_main_memory_free_bytes(self._devices),
+                temperature_c=hottest_c(report.temperature_c for report in self._devices),
+            )
+        )
+        if (verdict.available, verdict.reason) != (self._allowed, self._reason):
+            self._allowed, self._reason = verdict.available, verdict.reason
+            log.info("availability available=%s reason=%r", verdict.available, verdict.reason)
+            grace_s = self._config.owner.grace_s
+            self._dispatch(state.OwnerChanged(verdict.available, verdict.reason, grace_s, now))
+
+    def _tell_telemetry(self, *, force: bool) -> None:
+        if not self._client.connected:
+            self._told = None
+            return
+        now = time.monotonic()
+        telemetry = Telemetry(
+            sampled_at_ms=int(time.time() * 1000),
+            devices=self._devices,
+            running=self._state.running,
+            available=self._state.available,
+            unavailable_reason=self._state.unavailable_reason,
+        )
+        if force or now - self._told_at >= protocol.HEARTBEAT_S or _news(self._told, telemetry):
+            self._told, self._told_at = telemetry, now
+            self._client.send(telemetry)
+
+    def _tell_owner(self) -> None:
+        status, last = self._status(), self._status_written
+        unchanged = last is not None and msgspec.structs.replace(status, written_at_s=last.written_at_s) == last
+        if last is None or not unchanged or status.written_at_s - last.written_at_s >= STATUS_EVERY_S:
+            self._write_status()
+
+    def _write_status(self) -> None:
+        self._status_written = self._status()
+        try:
+            folder.write_status(self._home, self._status_written)
+        except OSError as error:  # a full disk must not stop the work
+            log.warning("status_not_written reason=%r", str(error))
+
+    def _status(self) -> folder.Status:
+        agent = self._state
+        return folder.Status(
+            pid=os.getpid(),
+            written_at_s=time.time(),
+            started_at_s=self._started_at_s,
+            node_id=self._identity.file.node_id,
+            url=self._identity.file.url,
+            connected=self._client.connected,
+            gateway_id=self._client.gateway_id,
+            last_error=self._client.last_error,
+            available=agent.available,
+            unavailable_reason=agent.unavailable_reason,
+            offers=[_offer_status(engine, agent.busy(variant)) for variant, engine in agent.engines.items()],
+            reports_waiting=len(agent.reports),
+            counters=asdict(agent.counters),
+        )
+
+
+def _exit_code(tasks: list[asyncio.Task[None]]) -> int:
+    """0 after an orderly stop; 1, and a line in the log, if a task ended by itself."""
+    for task in tasks:
+        if not task.done() or task.cancelled():
+            continue
+        error = task.exception()
+        if isinstance(error, TurnedAway):
+            log.error("turned_away reason=%r", str(error))
+        elif error is not None:
+            log.error("agent_broke task=%s", task.get_name(), exc_info=error)
+        return 1
+    return 0
+
+
+def _news(told: Telemetry | None, now: Telemetry) -> bool:
+    if told is None or len(told.devices) != len(now.devices):
+        return True
+    if (told.running, told.available, told.unavailable_reason) != (now.running, now.available, now.unavailable_reason):
+        return True
+    return any(worth_sending(last, device) for last, device in zip(told.devices, now.devices, strict=True))
+
+
+def _main_memory_free_bytes(devices: list[DeviceReport]) -> int | None:
+    for device in devices:
+        if device.kind == "cpu" and device.memory_total_bytes is not None and device.memory_used_bytes is not None:
+            return device.memory_total_bytes - device.memory_used_bytes
+    return None
+
+
+def _offer_status(engine: state.EngineState, busy: int) -> folder.OfferStatus:
+    facts = engine.facts
+    return folder.OfferStatus(
+        variant_sha256=engine.served.variant,
+        phase=engine.phase.value,
+        engine=facts.name if facts else "",
+        simulated=bool(facts and facts.simulated),
+        slots=facts.slots if facts else engine.served.slots,
+        busy=busy,
+        context_per_slot=facts.context_per_slot if facts else engine.served.context_per_slot,
+        last_error=engine.last_error,
+    )

@@ -1,0 +1,126 @@
+"""The agent's folder while it runs: one agent at a time, a pause that survives restarts, and a status to look at."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+from typing import IO, Final
+
+import msgspec
+
+from agent.identity import prepare_home, write_private
+
+STATUS_STALE_S: Final = 30.0
+
+
+class AlreadyRunning(Exception):
+    """Another agent uses this folder; the message says which process."""
+
+
+class OfferStatus(msgspec.Struct, frozen=True):
+    """One engine, as the owner sees it."""
+
+    variant_sha256: str
+    phase: str
+    engine: str
+    simulated: bool
+    slots: int
+    busy: int
+    context_per_slot: int
+    last_error: str
+
+
+class Status(msgspec.Struct, frozen=True):
+    """status.json: written by the running agent, read by `fallow agent status`."""
+
+    pid: int
+    written_at_s: float
+    """Unix time."""
+    started_at_s: float
+    node_id: str
+    url: str
+    connected: bool
+    gateway_id: str
+    last_error: str
+    available: bool
+    unavailable_reason: str
+    offers: list[OfferStatus]
+    reports_waiting: int
+    counters: dict[str, int]
+    """Since the start of the agent."""
+
+
+class Lock:
+    """Held while the agent runs. The kernel lets go of it when the process ends, however it ends."""
+
+    def __init__(self, home: Path) -> None:
+        self._path = home / "agent.lock"
+        self._file: IO[str] | None = None
+
+    def take(self) -> None:
+        """Raises AlreadyRunning."""
+        prepare_home(self._path.parent)
+        file = self._path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            pid = file.read(20).strip() or "unknown"
+            file.close()
+            raise AlreadyRunning(f"An agent already runs from {self._path.parent} (process {pid}).") from error
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        self._file = file
+
+    def release(self) -> None:
+        """Let go."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def is_running(home: Path) -> bool:
+    """True if an agent holds the folder's lock."""
+    try:
+        with (home / "agent.lock").open("r", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def paused(home: Path) -> bool:
+    """True while the owner has paused the node."""
+    return (home / "paused").exists()
+
+
+def set_paused(home: Path, value: bool) -> None:
+    """Pause or resume; a running agent sees it within a second."""
+    marker = home / "paused"
+    if value:
+        marker.touch(mode=0o600)
+    else:
+        marker.unlink(missing_ok=True)
+
+
+def write_status(home: Path, status: Status) -> None:
+    """Replace status.json."""
+    write_private(home / "status.json", msgspec.json.encode(status), durable=False)
+
+
+def read_status(home: Path) -> Status | None:
+    """The last status, or None if there is none that can be read."""
+    try:
+        return msgspec.json.decode((home / "status.json").read_bytes(), type=Status)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def is_fresh(status: Status) -> bool:
+    """True if the agent that wrote it is likely to be alive and well."""
+    return time.time() - status.written_at_s <= STATUS_STALE_S

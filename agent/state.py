@@ -1,0 +1,966 @@
+"""The agent as a state machine without I/O: events in, instructions out.
+
+`AgentState.handle(event)` is the only way in. Times are monotonic seconds that the caller passes, so that every run can
+be replayed. The shell around it (daemon.py) carries instructions out and owes these answers:
+
+- each StartWork is answered by exactly one WorkEnded, WorkBroke or WorkStopped, also after StopWork;
+- each StartEngine by one EngineReady or EngineFailed of the same generation, unless StopEngine came first;
+- each VerifyIdle by one IdleVerified.
+
+Rules kept here: never more attempts than slots; sequences without gaps; a lease that ends stops the engine's work; a
+frame with another epoch changes nothing; a report is repeated until the gateway has it; nothing new while the owner has
+the machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final
+
+from agent.engines.port import EngineFacts, Piece, Usage
+from agent.protocol import (
+    Accepted,
+    Cancel,
+    Failed,
+    Finished,
+    GatewayFrame,
+    Inventory,
+    OfferReport,
+    Refused,
+    Renew,
+    ReportAck,
+    Run,
+    RunningAttempt,
+    Tokens,
+    UsageReport,
+    Void,
+    receipt_payload,
+)
+
+MAX_REPORTS: Final = 4_096
+"""Unacknowledged reports kept; beyond it the oldest is dropped."""
+MAX_TEXT_CHARS: Final = 64 * 1024
+"""Of one Tokens frame; a longer piece travels as several."""
+MAX_EXTRA_BYTES: Final = 512 * 1024
+MAX_MESSAGE_CHARS: Final = 500
+RESEND_FIRST_S: Final = 5.0
+RESEND_MAX_S: Final = 60.0
+RESTART_FIRST_S: Final = 1.0
+RESTART_MAX_S: Final = 60.0
+RESTART_FORGIVEN_AFTER_S: Final = 120.0
+"""An engine that served this long starts over with the shortest pause."""
+TIMEOUT_MARGIN_S: Final = 5.0
+"""The engine's own timeout lies this far behind the deadline, so that the deadline is what ends an attempt."""
+MAX_LEASE_S: Final = 3_600.0
+SPEED_WEIGHT: Final = 0.2
+SPEED_STEP: Final = 0.25
+"""A measured speed is told again when it moved by this share, and no sooner than SPEED_PAUSE_S."""
+SPEED_PAUSE_S: Final = 10.0
+
+
+# --- events ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The gateway said Welcome."""
+
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """The socket is gone, and with it whoever could take an answer."""
+
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySaid:
+    """One frame about work."""
+
+    frame: GatewayFrame
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkBegan:
+    """The engine was handed the request."""
+
+    attempt: bytes
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class PieceCame:
+    attempt: bytes
+    piece: Piece
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkEnded:
+    """The engine ended in order; an empty finish_reason means that it closed without one."""
+
+    attempt: bytes
+    finish_reason: str
+    usage: Usage
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkBroke:
+    """The engine failed this attempt. `code` is one of protocol.FAILURES."""
+
+    attempt: bytes
+    code: str
+    message: str
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkStopped:
+    """The shell closed the stream, as StopWork told it to."""
+
+    attempt: bytes
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReady:
+    variant: str
+    generation: int
+    facts: EngineFacts
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFailed:
+    """It did not start, or it is dead."""
+
+    variant: str
+    generation: int
+    message: str
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class IdleVerified:
+    """Answer to VerifyIdle. idle False: the engine still worked when the time for it was up."""
+
+    variant: str
+    generation: int
+    idle: bool
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerChanged:
+    """The owner took the machine back, or gave it."""
+
+    available: bool
+    reason: str
+    grace_s: float
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """The agent was asked to end. A second one ends the grace."""
+
+    grace_s: float
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed. At least once a second."""
+
+    now: float
+
+
+WorkEvent = WorkBegan | PieceCame | WorkEnded | WorkBroke | WorkStopped
+EngineEvent = EngineReady | EngineFailed | IdleVerified
+Event = Connected | Disconnected | GatewaySaid | WorkEvent | EngineEvent | OwnerChanged | Stopping | Tick
+
+
+# --- instructions -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Put the frame on the socket; without one, drop it."""
+
+    frame: Accepted | Refused | Tokens | Finished | Failed | Inventory
+
+
+@dataclass(frozen=True, slots=True)
+class SendTelemetry:
+    """Sample and send now: what the gateway believes about this node is no longer true."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartWork:
+    attempt: bytes
+    variant: str
+    body: bytes
+    max_output_tokens: int
+    cache_scope: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StopWork:
+    attempt: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StartEngine:
+    variant: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopEngine:
+    """End the engine's process, whatever it is doing."""
+
+    variant: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyIdle:
+    """Ask the engine until it is idle, for a bounded time."""
+
+    variant: str
+    generation: int
+
+
+Instruction = Send | SendTelemetry | StartWork | StopWork | StartEngine | StopEngine | VerifyIdle
+
+
+# --- state ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A variant that this node is set up to serve, at the owner's ask."""
+
+    variant: str
+    """SHA-256 of the weights, hex."""
+    device_id: str
+    slots: int
+    context_per_slot: int
+    input_nano_usd_per_mtok: int
+    cached_input_nano_usd_per_mtok: int
+    output_nano_usd_per_mtok: int
+
+
+class EnginePhase(StrEnum):
+    OFF = "off"
+    """Not wanted: the owner has the machine, or the agent ends."""
+    STARTING = "starting"
+    """Its process loads the weights."""
+    READY = "ready"
+    """It serves."""
+    RESTING = "resting"
+    """It died or did not start, and is tried again after a pause that grows."""
+
+
+ENGINE_TRANSITIONS: Final = frozenset(
+    {
+        (EnginePhase.OFF, EnginePhase.STARTING),
+        (EnginePhase.STARTING, EnginePhase.READY),
+        (EnginePhase.STARTING, EnginePhase.RESTING),
+        (EnginePhase.STARTING, EnginePhase.OFF),
+        (EnginePhase.READY, EnginePhase.RESTING),
+        (EnginePhase.READY, EnginePhase.OFF),
+        (EnginePhase.RESTING, EnginePhase.STARTING),
+        (EnginePhase.RESTING, EnginePhase.OFF),
+    }
+)
+
+
+class AttemptPhase(StrEnum):
+    RUNNING = "running"
+    """The engine works on it."""
+    STOPPING = "stopping"
+    """The engine was told to drop it."""
+    VERIFYING = "verifying"
+    """The engine dropped it; the proof that it stopped is outstanding, and the slot is taken until then."""
+
+
+ATTEMPT_TRANSITIONS: Final = frozenset(
+    {(AttemptPhase.RUNNING, AttemptPhase.STOPPING), (AttemptPhase.STOPPING, AttemptPhase.VERIFYING)}
+)
+
+
+class StopCause(StrEnum):
+    """Why an attempt is stopped. Decides what is reported."""
+
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    VOID = "void"
+    """The gateway does not know it: nobody waits for a report."""
+    LEASE_EXPIRED = "lease_expired"
+    OWNER_PREEMPTED = "owner_preempted"
+    AGENT_STOPPING = "agent_stopping"
+
+
+_STOP_MESSAGES: Final = {
+    StopCause.LEASE_EXPIRED: "the lease ran out, or the connection that carried it was lost",
+    StopCause.OWNER_PREEMPTED: "the owner took the machine back",
+    StopCause.AGENT_STOPPING: "the agent is stopping",
+}
+
+
+class ImpossibleTransition(Exception):
+    """A defect in this module: something was asked to do what its state does not allow."""
+
+
+@dataclass(slots=True)
+class EngineState:
+    """One engine."""
+
+    served: Served
+    phase: EnginePhase = EnginePhase.OFF
+    generation: int = 0
+    """Counts starts; answers about an older one are ignored."""
+    facts: EngineFacts | None = None
+    failures: int = 0
+    """Starts and deaths in a row, for the pause before the next start."""
+    retry_at: float = 0.0
+    ready_at: float = 0.0
+    doubtful: bool = False
+    """A stopped attempt was not proven stopped yet."""
+    verifying: bool = False
+    last_error: str = ""
+    prefill_tokens_per_s: float | None = None
+    decode_tokens_per_s: float | None = None
+    told_speeds: tuple[float | None, float | None] = (None, None)
+
+    def move(self, wanted: EnginePhase) -> None:
+        """Raises ImpossibleTransition unless the table allows it."""
+        if (self.phase, wanted) not in ENGINE_TRANSITIONS:
+            raise ImpossibleTransition(f"engine {self.served.variant[:12]}: {self.phase} -> {wanted}")
+        self.phase = wanted
+
+
+@dataclass(slots=True)
+class AttemptState:
+    """One attempt that occupies a slot."""
+
+    run: Run
+    arrived_at: float
+    lease_until: float
+    deadline_at: float
+    phase: AttemptPhase = AttemptPhase.RUNNING
+    cause: StopCause | None = None
+    began_at: float | None = None
+    first_piece_at: float | None = None
+    last_piece_at: float | None = None
+    stopped_at: float | None = None
+    sequence: int = 0
+    token_ids: int = 0
+    digest: Any = field(default_factory=hashlib.sha256)
+
+    def move(self, wanted: AttemptPhase) -> None:
+        """Raises ImpossibleTransition unless the table allows it."""
+        if (self.phase, wanted) not in ATTEMPT_TRANSITIONS:
+            raise ImpossibleTransition(f"attempt {self.run.attempt.hex()}: {self.phase} -> {wanted}")
+        self.phase = wanted
+
+
+@dataclass(slots=True)
+class PendingReport:
+    """A report that the gateway has not acknowledged."""
+
+    frame: Finished | Failed
+    resend_at: float
+    pause_s: float = RESEND_FIRST_S
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the start of the agent, for the owner's eyes."""
+
+    accepted: int = 0
+    refused: int = 0
+    completed: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    pieces: int = 0
+    engine_restarts: int = 0
+    reports_dropped: int = 0
+
+
+class AgentState:
+    """All that the agent knows about its work. `sign` is Ed25519 with the node's key."""
+
+    def __init__(
+        self,
+        served: list[Served],
+        sign: Callable[[bytes], bytes],
+        *,
+        declared_idle_watts: float | None = None,
+        declared_load_watts: float | None = None,
+    ) -> None:
+        self.engines = {item.variant: EngineState(item) for item in served}
+        if len(self.engines) != len(served):
+            raise ValueError("two models of the configuration have the same weights")
+        self.attempts: dict[bytes, AttemptState] = {}
+        self.reports: dict[bytes, PendingReport] = {}
+        self.counters = Counters()
+        self.connected = False
+        self.owner_allows = True
+        self.unavailable_reason = ""
+        self.draining = False
+        self._sign = sign
+        self._watts = (declared_idle_watts, declared_load_watts)
+        self._yield_at: float | None = None
+        self._told: Inventory | None = None
+        self._speeds_at = float("-inf")
+        self._out: list[Instruction] = []
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            PieceCame: self._piece_came,
+            GatewaySaid: self._gateway_said,
+            WorkBegan: self._work_began,
+            WorkEnded: self._work_ended,
+            WorkBroke: self._work_broke,
+            WorkStopped: self._work_stopped,
+            EngineReady: self._engine_ready,
+            EngineFailed: self._engine_failed,
+            IdleVerified: self._idle_verified,
+            OwnerChanged: self._owner_changed,
+            Connected: self._on_connected,
+            Disconnected: self._on_disconnected,
+            Stopping: self._on_stopping,
+            Tick: self._on_tick,
+        }
+        self._frame_handlers: dict[type, Callable[[Any, float], None]] = {
+            Run: self._run,
+            Renew: self._renew,
+            Cancel: self._cancel,
+            Void: self._void,
+            ReportAck: self._ack,
+        }
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Take one event; the instructions are to be carried out in order, before the next event."""
+        self._out = []
+        self._handlers[type(event)](event)
+        if self._yield_at is not None and not self.attempts:
+            self._yield_if_due(event.now)
+        return self._out
+
+    @property
+    def available(self) -> bool:
+        """True if new work may be sent."""
+        return self.owner_allows and not self.draining
+
+    @property
+    def running(self) -> int:
+        """Attempts that occupy a slot."""
+        return len(self.attempts)
+
+    @property
+    def at_rest(self) -> bool:
+        """True if no attempt runs and no report waits for its acknowledgement."""
+        return not self.attempts and not self.reports
+
+    def known_attempts(self) -> list[RunningAttempt]:
+        """For Hello: attempts that occupy a slot or hold a report."""
+        running = [RunningAttempt(attempt, state.run.epoch) for attempt, state in self.attempts.items()]
+        return running + [RunningAttempt(attempt, report.frame.epoch) for attempt, report in self.reports.items()]
+
+    def inventory(self) -> Inventory:
+        """What is served now."""
+        return Inventory(
+            offers=[_offer(engine) for engine in self.engines.values() if engine.phase is EnginePhase.READY],
+            declared_idle_watts=self._watts[0],
+            declared_load_watts=self._watts[1],
+        )
+
+    # --- the connection -------------------------------------------------------------------------------------------
+
+    def _on_connected(self, event: Connected) -> None:
+        self.connected = True
+        self._told = None
+        self._tell_inventory()
+        self._out.append(SendTelemetry())
+        for report in self.reports.values():
+            self._resend(report, event.now)
+
+    def _on_disconnected(self, event: Disconnected) -> None:
+        # Only the gateway that sent an attempt can take its answer, and it has given the attempt up with the socket.
+        self.connected = False
+        for attempt_id in self.attempts:
+            self._stop(attempt_id, StopCause.LEASE_EXPIRED)
+
+    def _tell_inventory(self) -> None:
+        inventory = self.inventory()
+        if self.connected and inventory != self._told:
+            self._told = inventory
+            self._out.append(Send(inventory))
+
+    # --- frames ---------------------------------------------------------------------------------------------------
+
+    def _gateway_said(self, event: GatewaySaid) -> None:
+        handler = self._frame_handlers.get(type(event.frame))
+        if handler is not None:
+            handler(event.frame, event.now)
+
+    def _run(self, frame: Run, now: float) -> None:
+        if frame.attempt in self.attempts:
+            return
+        report = self.reports.get(frame.attempt)
+        if report is not None:
+            self._resend(report, now)
+            return
+        refusal = self._refusal(frame)
+        if refusal is not None:
+            self.counters.refused += 1
+            self._out.append(Send(Refused(frame.attempt, frame.epoch, *refusal)))
+            return
+        deadline_s = frame.deadline_ms / 1000
+        self.counters.accepted += 1
+        self.attempts[frame.attempt] = AttemptState(
+            run=frame, arrived_at=now, lease_until=now + _lease_s(frame.lease_ms), deadline_at=now + deadline_s
+        )
+        self._out.append(Send(Accepted(frame.attempt, frame.epoch)))
+        self._out.append(
+            StartWork(
+                attempt=frame.attempt,
+                variant=frame.variant_sha256,
+                body=frame.body,
+                max_output_tokens=frame.max_output_tokens,
+                cache_scope=frame.cache_scope,
+                timeout_s=deadline_s + TIMEOUT_MARGIN_S,
+            )
+        )
+
+    def _refusal(self, frame: Run) -> tuple[str, str] | None:
+        """(code, message) of protocol.REFUSALS, or None if it can run."""
+        if self.draining:
+            return "draining", "the agent is stopping"
+        if not self.owner_allows:
+            return "owner_active", self.unavailable_reason
+        engine = self.engines.get(frame.variant_sha256)
+        if engine is None or engine.phase is not EnginePhase.READY or engine.facts is None:
+            return "not_serving", "this variant is not loaded here"
+        wanted = frame.prompt_tokens + frame.max_output_tokens
+        if wanted > engine.facts.context_per_slot:
+            return "context_overflow", f"{wanted} tokens asked, a slot has {engine.facts.context_per_slot}"
+        if self.busy(frame.variant_sha256) >= engine.facts.slots:
+            return "slot_taken", f"all {engine.facts.slots} slots are taken"
+        return None
+
+    def _renew(self, frame: Renew, now: float) -> None:
+        for renewed in frame.attempts:
+            attempt = self._current(renewed.attempt, renewed.epoch)
+            if attempt is not None:
+                attempt.lease_until = now + _lease_s(frame.lease_ms)
+
+    def _cancel(self, frame: Cancel, now: float) -> None:
+        report = self.reports.get(frame.attempt)
+        if report is not None and report.frame.epoch == frame.epoch:
+            self._resend(report, now)
+        elif self._current(frame.attempt, frame.epoch) is not None:
+            self._stop(frame.attempt, StopCause.CANCELLED)
+
+    def _void(self, frame: Void, now: float) -> None:
+        self._ack(ReportAck(frame.attempt, frame.epoch), now)
+        attempt = self._current(frame.attempt, frame.epoch)
+        if attempt is not None:
+            self._stop(frame.attempt, StopCause.VOID)
+            attempt.cause = StopCause.VOID  # also of one that is being stopped for another reason
+
+    def _ack(self, frame: ReportAck, now: float) -> None:
+        report = self.reports.get(frame.attempt)
+        if report is not None and report.frame.epoch == frame.epoch:
+            del self.reports[frame.attempt]
+
+    def _current(self, attempt_id: bytes, epoch: int) -> AttemptState | None:
+        attempt = self.attempts.get(attempt_id)
+        return attempt if attempt is not None and attempt.run.epoch == epoch else None
+
+    # --- work -----------------------------------------------------------------------------------------------------
+
+    def _work_began(self, event: WorkBegan) -> None:
+        attempt = self.attempts.get(event.attempt)
+        if attempt is not None:
+            attempt.began_at = event.now
+
+    def _piece_came(self, event: PieceCame) -> None:
+        attempt = self.attempts.get(event.attempt)
+        if attempt is None or attempt.phase is not AttemptPhase.RUNNING:
+            return
+        piece = event.piece
+        if not piece.text and not piece.extra and not piece.token_ids:
+            return
+        if attempt.first_piece_at is None:
+            attempt.first_piece_at = event.now
+        attempt.last_piece_at = event.now
+        attempt.token_ids += len(piece.token_ids)
+        if len(piece.extra) > MAX_EXTRA_BYTES:
+            self.engines[attempt.run.variant_sha256].doubtful = True
+            self._out.append(StopWork(event.attempt))
+            self._fail(attempt, "engine_error", "the engine sent an oversized piece", event.now)
+            return
+        self._append(attempt, piece.text[:MAX_TEXT_CHARS], list(piece.token_ids), piece.reasoning, piece.extra)
+        for start in range(MAX_TEXT_CHARS, len(piece.text), MAX_TEXT_CHARS):
+            self._append(attempt, piece.text[start : start + MAX_TEXT_CHARS], [], piece.reasoning, b"")
+
+    def _append(self, attempt: AttemptState, text: str, ids: list[int], reasoning: bool, extra: bytes) -> None:
+        try:
+            data = text.encode()
+        except UnicodeEncodeError:  # a lone surrogate out of some engine's JSON: neither wire nor client can carry it
+            data = text.encode("utf-8", "replace")
+            text = data.decode()
+        attempt.digest.update(data)
+        self.counters.pieces += 1
+        self._out.append(
+            Send(Tokens(attempt.run.attempt, attempt.run.epoch, attempt.sequence, text, ids, reasoning, extra))
+        )
+        attempt.sequence += 1
+
+    def _work_ended(self, event: WorkEnded) -> None:
+        attempt = self.attempts.get(event.attempt)
+        if attempt is None:
+            return
+        attempt.stopped_at = event.now
+        if event.finish_reason:
+            self._measure(attempt, event.usage)
+            self._finish(attempt, event.finish_reason, _usage_report(event.usage), event.now)
+        elif attempt.sequence == 0:
+            self._fail(attempt, "engine_empty", "the engine closed without an answer", event.now, event.usage)
+        else:
+            self._fail(attempt, "engine_error", "the engine closed without a finish reason", event.now, event.usage)
+
+    def _work_broke(self, event: WorkBroke) -> None:
+        attempt = self.attempts.get(event.attempt)
+        if attempt is None:
+            return
+        attempt.stopped_at = event.now
+        engine = self.engines[attempt.run.variant_sha256]
+        if attempt.phase is AttemptPhase.STOPPING:
+            self._conclude(attempt, event.now)
+        else:
+            self._fail(attempt, event.code, event.message, event.now)
+        if event.code == "engine_died":
+            self._engine_down(engine, event.message, event.now)
+        elif event.code == "engine_timeout":
+            engine.doubtful = True
+            self._verify_if_empty(engine)
+
+    def _work_stopped(self, event: WorkStopped) -> None:
+        attempt = self.attempts.get(event.attempt)
+        if attempt is None or attempt.phase is not AttemptPhase.STOPPING:
+            return
+        attempt.stopped_at = event.now
+        engine = self.engines[attempt.run.variant_sha256]
+        engine.doubtful = True
+        attempt.move(AttemptPhase.VERIFYING)
+        if engine.phase is not EnginePhase.READY or self._in_phase(engine, AttemptPhase.RUNNING):
+            # A dead engine needs no proof; a busy one cannot give it: it comes when the engine has nothing left to do.
+            self._conclude(attempt, event.now)
+        else:
+            self._verify_if_empty(engine)
+
+    def _stop(self, attempt_id: bytes, cause: StopCause) -> None:
+        attempt = self.attempts[attempt_id]
+        if attempt.phase is not AttemptPhase.RUNNING:
+            return
+        attempt.move(AttemptPhase.STOPPING)
+        attempt.cause = cause
+        self._out.append(StopWork(attempt_id))
+
+    def _conclude(self, attempt: AttemptState, now: float) -> None:
+        """Report a stopped attempt as its cause wants it."""
+        if attempt.cause is StopCause.VOID:
+            self._release(attempt)
+        elif attempt.cause in (StopCause.CANCELLED, StopCause.DEADLINE, None):
+            self._finish(attempt, "cancelled", UsageReport(), now)
+        else:
+            self._fail(attempt, attempt.cause.value, _STOP_MESSAGES[attempt.cause], now)
+
+    def _finish(self, attempt: AttemptState, finish_reason: str, usage: UsageReport, now: float) -> None:
+        if attempt.cause is StopCause.VOID:
+            self._release(attempt)
+            return
+        if finish_reason == "cancelled":
+            self.counters.cancelled += 1
+        else:
+            self.counters.completed += 1
+        run = attempt.run
+        payload = receipt_payload(
+            run.attempt, run.epoch, attempt.sequence, finish_reason, usage, attempt.digest.digest()
+        )
+        self._report(
+            attempt,
+            Finished(
+                attempt=run.attempt,
+                epoch=run.epoch,
+                sequence=attempt.sequence,
+                finish_reason=finish_reason,
+                usage=usage,
+                queued_ms=_ms(attempt.arrived_at, attempt.began_at),
+                ttft_ms=None if attempt.first_piece_at is None else _ms(attempt.arrived_at, attempt.first_piece_at),
+                busy_ms=_ms(attempt.began_at, attempt.stopped_at),
+                signature=self._sign(payload),
+            ),
+            now,
+        )
+
+    def _fail(self, attempt: AttemptState, code: str, message: str, now: float, usage: Usage | None = None) -> None:
+        if attempt.cause is StopCause.VOID:
+            self._release(attempt)
+            return
+        self.counters.failed += 1
+        run = attempt.run
+        frame = Failed(
+            attempt=run.attempt,
+            epoch=run.epoch,
+            sequence=attempt.sequence,
+            code=code,
+            message=message[:MAX_MESSAGE_CHARS],
+            usage=UsageReport() if usage is None else _usage_report(usage),
+            busy_ms=_ms(attempt.began_at, attempt.stopped_at or now),
+        )
+        self._report(attempt, frame, now)
+
+    def _report(self, attempt: AttemptState, frame: Finished | Failed, now: float) -> None:
+        while len(self.reports) >= MAX_REPORTS:
+            self.reports.pop(next(iter(self.reports)))
+            self.counters.reports_dropped += 1
+        self.reports[frame.attempt] = PendingReport(frame, now + RESEND_FIRST_S)
+        self._out.append(Send(frame))
+        self._release(attempt)
+
+    def _release(self, attempt: AttemptState) -> None:
+        """Free the slot."""
+        del self.attempts[attempt.run.attempt]
+        self._verify_if_empty(self.engines[attempt.run.variant_sha256])
+
+    def _resend(self, report: PendingReport, now: float) -> None:
+        report.resend_at = now + report.pause_s
+        report.pause_s = min(report.pause_s * 2, RESEND_MAX_S)
+        self._out.append(Send(report.frame))
+
+    # --- engines --------------------------------------------------------------------------------------------------
+
+    def busy(self, variant: str) -> int:
+        """Slots of this variant that are taken."""
+        return sum(1 for attempt in self.attempts.values() if attempt.run.variant_sha256 == variant)
+
+    def _in_phase(self, engine: EngineState, *phases: AttemptPhase) -> list[AttemptState]:
+        variant = engine.served.variant
+        return [a for a in self.attempts.values() if a.run.variant_sha256 == variant and a.phase in phases]
+
+    def _verify_if_empty(self, engine: EngineState) -> None:
+        """Once a doubtful engine has nothing left that it should do, have it prove that it does nothing."""
+        if not engine.doubtful or engine.verifying or engine.phase is not EnginePhase.READY:
+            return
+        if not self._in_phase(engine, AttemptPhase.RUNNING, AttemptPhase.STOPPING):
+            engine.verifying = True
+            self._out.append(VerifyIdle(engine.served.variant, engine.generation))
+
+    def _idle_verified(self, event: IdleVerified) -> None:
+        engine = self.engines[event.variant]
+        if event.generation != engine.generation or not engine.verifying:
+            return
+        engine.verifying = False
+        engine.doubtful = not event.idle
+        waiting = self._in_phase(engine, AttemptPhase.VERIFYING)
+        # Work that came meanwhile explains a busy engine: then the question is asked again after it.
+        inconclusive = bool(self._in_phase(engine, AttemptPhase.RUNNING, AttemptPhase.STOPPING))
+        if not event.idle and not inconclusive:
+            self._engine_down(engine, "the engine went on working after a cancel", event.now)
+            return
+        for attempt in waiting:
+            self._conclude(attempt, event.now)
+
+    def _start_engine(self, engine: EngineState) -> None:
+        engine.move(EnginePhase.STARTING)
+        engine.generation += 1
+        engine.doubtful = engine.verifying = False
+        self._out.append(StartEngine(engine.served.variant, engine.generation))
+
+    def _engine_ready(self, event: EngineReady) -> None:
+        engine = self.engines[event.variant]
+        if event.generation != engine.generation or engine.phase is not EnginePhase.STARTING:
+            return
+        engine.move(EnginePhase.READY)
+        engine.facts = event.facts
+        engine.ready_at = event.now
+        engine.last_error = ""
+        self._tell_inventory()
+        self._out.append(SendTelemetry())
+
+    def _engine_failed(self, event: EngineFailed) -> None:
+        engine = self.engines[event.variant]
+        if event.generation == engine.generation and engine.phase in (EnginePhase.STARTING, EnginePhase.READY):
+            self._engine_down(engine, event.message, event.now)
+
+    def _engine_down(self, engine: EngineState, message: str, now: float) -> None:
+        """The engine is dead or useless: end its process, fail what it ran, withdraw the offer, try again later."""
+        if engine.phase not in (EnginePhase.STARTING, EnginePhase.READY):
+            return
+        if engine.phase is EnginePhase.READY and now - engine.ready_at >= RESTART_FORGIVEN_AFTER_S:
+            engine.failures = 0
+        engine.move(EnginePhase.RESTING)
+        engine.retry_at = now + min(RESTART_FIRST_S * 2**engine.failures, RESTART_MAX_S)
+        engine.failures = min(engine.failures + 1, 16)
+        engine.last_error = message[:MAX_MESSAGE_CHARS]
+        self.counters.engine_restarts += 1
+        self._let_go(engine, now, "engine_died", message)
+
+    def _engine_off(self, engine: EngineState, cause: StopCause, now: float) -> None:
+        if engine.phase is not EnginePhase.OFF:
+            engine.move(EnginePhase.OFF)
+            self._let_go(engine, now, cause.value, _STOP_MESSAGES[cause])
+
+    def _let_go(self, engine: EngineState, now: float, code: str, message: str) -> None:
+        """The engine's process ends: so does all its work."""
+        engine.facts = None
+        engine.doubtful = engine.verifying = False
+        self._out.append(StopEngine(engine.served.variant))
+        for attempt in self._in_phase(engine, *AttemptPhase):
+            attempt.stopped_at = attempt.stopped_at or now
+            if attempt.phase is not AttemptPhase.VERIFYING:
+                self._out.append(StopWork(attempt.run.attempt))
+            if attempt.phase is AttemptPhase.RUNNING:
+                self._fail(attempt, code, message, now)
+            else:
+                self._conclude(attempt, now)
+        self._tell_inventory()
+        self._out.append(SendTelemetry())
+
+    def _measure(self, attempt: AttemptState, usage: Usage) -> None:
+        """Keep running averages of what this engine really does, for the matcher's predictions."""
+        engine = self.engines[attempt.run.variant_sha256]
+        if attempt.began_at is None or attempt.first_piece_at is None or attempt.last_piece_at is None:
+            return
+        uncached = (usage.prompt_tokens or 0) - (usage.cached_tokens or 0)
+        prefill_s = attempt.first_piece_at - attempt.began_at
+        if uncached >= 32 and prefill_s > 0:
+            engine.prefill_tokens_per_s = _blend(engine.prefill_tokens_per_s, uncached / prefill_s)
+        decoded = (usage.completion_tokens or attempt.sequence) - 1
+        decode_s = attempt.last_piece_at - attempt.first_piece_at
+        if decoded >= 8 and decode_s > 0:
+            engine.decode_tokens_per_s = _blend(engine.decode_tokens_per_s, decoded / decode_s)
+
+    # --- owner, end, time -------------------------------------------------------------------------------------------
+
+    def _owner_changed(self, event: OwnerChanged) -> None:
+        self.owner_allows = event.available
+        if self.draining:
+            return
+        self.unavailable_reason = "" if event.available else event.reason
+        self._out.append(SendTelemetry())
+        if event.available:
+            self._yield_at = None
+            self._start_wanted_engines(event.now)
+        elif any(engine.phase is not EnginePhase.OFF for engine in self.engines.values()):
+            until = event.now + event.grace_s
+            self._yield_at = until if self._yield_at is None else min(self._yield_at, until)
+            self._yield_if_due(event.now)
+
+    def _on_stopping(self, event: Stopping) -> None:
+        grace_s = 0.0 if self.draining else event.grace_s
+        self.draining = True
+        self.unavailable_reason = "the agent is stopping"
+        self._yield_at = event.now + grace_s
+        self._out.append(SendTelemetry())
+        self._yield_if_due(event.now)
+
+    def _yield_if_due(self, now: float) -> None:
+        """Free the engines' memory once nothing runs, or once the grace is over."""
+        if self._yield_at is None or (self.attempts and now < self._yield_at):
+            return
+        self._yield_at = None
+        cause = StopCause.AGENT_STOPPING if self.draining else StopCause.OWNER_PREEMPTED
+        for engine in self.engines.values():
+            self._engine_off(engine, cause, now)
+
+    def _start_wanted_engines(self, now: float) -> None:
+        if not self.available:
+            return
+        for engine in self.engines.values():
+            resting = engine.phase is EnginePhase.RESTING and now >= engine.retry_at
+            if engine.phase is EnginePhase.OFF or resting:
+                self._start_engine(engine)
+
+    def _on_tick(self, event: Tick) -> None:
+        now = event.now
+        for attempt_id, attempt in self.attempts.items():
+            if now >= attempt.deadline_at:
+                self._stop(attempt_id, StopCause.DEADLINE)
+            elif now >= attempt.lease_until:
+                self._stop(attempt_id, StopCause.LEASE_EXPIRED)
+        self._yield_if_due(now)
+        self._start_wanted_engines(now)
+        if not self.connected:
+            return
+        for report in self.reports.values():
+            if now >= report.resend_at:
+                self._resend(report, now)
+        self._tell_speeds(now)
+
+    def _tell_speeds(self, now: float) -> None:
+        if now < self._speeds_at or not any(_speeds_moved(engine) for engine in self.engines.values()):
+            return
+        self._speeds_at = now + SPEED_PAUSE_S
+        for engine in self.engines.values():
+            engine.told_speeds = (engine.prefill_tokens_per_s, engine.decode_tokens_per_s)
+        self._tell_inventory()
+
+
+def _offer(engine: EngineState) -> OfferReport:
+    served, facts = engine.served, engine.facts
+    assert facts is not None  # a ready engine has told its facts
+    prefill, decode = engine.told_speeds
+    return OfferReport(
+        variant_sha256=served.variant,
+        device_id=served.device_id,
+        slots=facts.slots,
+        context_per_slot=facts.context_per_slot,
+        input_nano_usd_per_mtok=served.input_nano_usd_per_mtok,
+        cached_input_nano_usd_per_mtok=served.cached_input_nano_usd_per_mtok,
+        output_nano_usd_per_mtok=served.output_nano_usd_per_mtok,
+        engine=facts.name,
+        engine_version=facts.version,
+        simulated=facts.simulated,
+        warm=True,
+        prefix_cache_s=facts.prefix_cache_s,
+        prefill_tokens_per_s=prefill,
+        decode_tokens_per_s=decode,
+    )
+
+
+def _usage_report(usage: Usage) -> UsageReport:
+    return UsageReport(
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        completion_tokens=usage.completion_tokens,
+        reasoning_tokens=usage.reasoning_tokens,
+    )
+
+
+def _lease_s(lease_ms: int) -> float:
+    return min(max(lease_ms, 0) / 1000, MAX_LEASE_S)
+
+
+def _ms(start: float | None, end: float | None) -> float:
+    return 0.0 if start is None or end is None else max(end - start, 0.0) * 1000
+
+
+def _blend(average: float | None, measured: float) -> float:
+    return measured if average is None else average + SPEED_WEIGHT * (measured - average)
+
+
+def _speeds_moved(engine: EngineState) -> bool:
+    pairs = zip(engine.told_speeds, (engine.prefill_tokens_per_s, engine.decode_tokens_per_s), strict=True)
+    return any(now is not None and (told is None or abs(now - told) > SPEED_STEP * told) for told, now in pairs)

@@ -1,0 +1,182 @@
+"""Runs one engine as the state machine wants it: starts, watches, verifies, stops. One task, one engine at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Final
+
+from agent.engines.port import Engine, EngineError, EngineFacts
+from agent.state import EngineEvent, EngineFailed, EngineReady, IdleVerified
+
+log = logging.getLogger("fallow.agent.engine")
+
+PROCESS_CHECK_S: Final = 1.0
+HEALTH_EVERY_CHECKS: Final = 5
+MISSES_TO_FAIL: Final = 3
+"""A machine at full load answers late now and then; a dead process is seen by its pid at once."""
+VERIFY_S: Final = 10.0
+"""How long a cancelled request may go on: llama.cpp leaves a prompt only between batches."""
+VERIFY_FIRST_PAUSE_S: Final = 0.02
+VERIFY_MAX_PAUSE_S: Final = 0.25
+IDLE_CALL_S: Final = 2.0
+
+
+class Supervisor:
+    """`start`, `stop` and `verify` say what is wanted and return at once; what happened comes through `dispatch`.
+
+    `run` does the work, until cancelled; it ends only after the engine's process is gone.
+    """
+
+    def __init__(self, variant: str, make: Callable[[], Engine], dispatch: Callable[[EngineEvent], None]) -> None:
+        self._variant = variant
+        self._make = make
+        self._dispatch = dispatch
+        self._wanted: int | None = None
+        self._changed = asyncio.Event()
+        self._verifying: asyncio.Task[None] | None = None
+        self.engine: Engine | None = None
+        """The engine that serves now."""
+        self.stopped = asyncio.Event()
+        """Set while no process of this engine is left."""
+        self.stopped.set()
+
+    def start(self, generation: int) -> None:
+        """Have a fresh engine of this generation."""
+        self._wanted = generation
+        self.stopped.clear()
+        self._changed.set()
+
+    def stop(self) -> None:
+        """Have none."""
+        self._wanted = None
+        self._changed.set()
+
+    def verify(self, generation: int) -> None:
+        """Ask the engine until it is idle or the time is up; answered by IdleVerified."""
+        if self._verifying is not None:
+            self._verifying.cancel()
+        self._verifying = asyncio.create_task(self._verify(generation), name=f"verify-{self._variant[:8]}")
+
+    async def run(self) -> None:
+        """The supervisor's task."""
+        try:
+            while True:
+                if self._wanted is None:
+                    self.stopped.set()
+                    await self._changed.wait()
+                    self._changed.clear()
+                else:
+                    await self._serve(self._wanted)
+        finally:
+            if self._verifying is not None:
+                self._verifying.cancel()
+            self.stopped.set()
+
+    async def _serve(self, generation: int) -> None:
+        engine: Engine | None = None
+        try:
+            engine = self._make()
+            started = time.monotonic()
+            facts = await self._start(engine, generation)
+            if facts is None:
+                return
+            self.engine = engine
+            log.info(
+                "engine_ready engine=%s variant=%s slots=%d context_per_slot=%d load_s=%.1f",
+                *(facts.name, self._variant[:12], facts.slots, facts.context_per_slot, time.monotonic() - started),
+            )
+            self._dispatch(EngineReady(self._variant, generation, facts, time.monotonic()))
+            await self._watch(engine, generation)
+        except EngineError as error:
+            self._fail(generation, error.message)
+        except Exception as error:
+            # The edge to an adapter: whatever it raises must cost this engine, not the agent.
+            log.exception("engine_adapter_broke variant=%s", self._variant[:12])
+            self._fail(generation, f"{type(error).__name__}: {error}")
+        finally:
+            self.engine = None
+            if engine is not None:
+                await engine.stop()
+
+    async def _start(self, engine: Engine, generation: int) -> EngineFacts | None:
+        """The facts once it serves, or None if it is no longer wanted. Raises EngineError."""
+        starting = asyncio.create_task(engine.start(), name=f"start-{self._variant[:8]}")
+        try:
+            while not starting.done():
+                change = asyncio.create_task(self._changed.wait())
+                try:
+                    await asyncio.wait({starting, change}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    change.cancel()
+                self._changed.clear()
+                if self._wanted != generation:
+                    return None
+            return starting.result()
+        finally:
+            starting.cancel()
+            await asyncio.wait({starting})
+            if not starting.cancelled():
+                starting.exception()  # seen, where nobody wants the engine any more
+
+    async def _watch(self, engine: Engine, generation: int) -> None:
+        """Returns when the engine is no longer wanted. Raises EngineError when it is dead."""
+        checks = misses = 0
+        while self._wanted == generation:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PROCESS_CHECK_S):
+                    await self._changed.wait()
+            self._changed.clear()
+            if self._wanted != generation:
+                return
+            if not _alive(engine.facts.pid):
+                raise EngineError("engine_died", "the engine's process ended")
+            checks += 1
+            if checks % HEALTH_EVERY_CHECKS and not misses:
+                continue
+            misses = 0 if await engine.healthy() else misses + 1
+            if misses >= MISSES_TO_FAIL:
+                raise EngineError("engine_died", "the engine stopped answering")
+
+    def _fail(self, generation: int, message: str) -> None:
+        if self._wanted != generation:
+            return
+        self._wanted = None
+        log.warning("engine_failed variant=%s reason=%r", self._variant[:12], message)
+        self._dispatch(EngineFailed(self._variant, generation, message, time.monotonic()))
+
+    async def _verify(self, generation: int) -> None:
+        deadline = time.monotonic() + VERIFY_S
+        pause_s = VERIFY_FIRST_PAUSE_S
+        idle = False
+        while self.engine is not None and not idle and time.monotonic() < deadline:
+            idle = await _is_idle(self.engine)
+            if not idle:
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 2, VERIFY_MAX_PAUSE_S)
+        self._dispatch(IdleVerified(self._variant, generation, idle, time.monotonic()))
+
+
+async def _is_idle(engine: Engine) -> bool:
+    try:
+        async with asyncio.timeout(IDLE_CALL_S):
+            return await engine.idle()
+    except (TimeoutError, EngineError):
+        return False
+
+
+def _alive(pid: int | None) -> bool:
+    """False only if the process is certainly gone. Without a pid, `healthy` must judge."""
+    if pid is None:
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
