@@ -4,7 +4,7 @@ This is the door; the inside may move. Sessions are the caller's: nothing here c
 positive, a credit negative; balances are given in the account's normal direction.
 """
 
-from ledger.accounts import AccountSpec, account_id, charted, open_account, open_accounts
+from ledger.accounts import AccountSpec, account_id, charted, find_account, open_account, open_accounts
 from ledger.balances import (
     Available,
     TrialBalance,
@@ -95,6 +95,7 @@ __all__ = [
     "debit",
     "divide_half_even",
     "expire",
+    "find_account",
     "format_nano",
     "journals_between",
     "open_account",

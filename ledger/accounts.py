@@ -93,10 +93,15 @@ def open_account(
 
 def account_id(session: Session, code: str) -> int:
     """The id of an account that exists. Raises UnknownAccount."""
-    found = session.scalar(select(Account.id).where(Account.code == code))
+    found = find_account(session, code)
     if found is None:
         raise UnknownAccount(f"There is no account {code!r}.")
     return found
+
+
+def find_account(session: Session, code: str) -> int | None:
+    """The id of an account, or None if it was never opened."""
+    return session.scalar(select(Account.id).where(Account.code == code))
 
 
 def _load(session: Session, codes: Iterable[str]) -> dict[str, Account]:

@@ -72,13 +72,13 @@ def balance(session: Session, account_id: int, as_of: datetime | None = None) ->
     return _total(session, account_id, Posting.journal_id.in_(select(Journal.id).where(Journal.effective_at < as_of)))
 
 
-def journals_between(start: datetime, end: datetime | None = None) -> Select[tuple[int]]:
+def journals_between(start: datetime, end: datetime | None = None) -> Select[int]:
     """A query for the ids of journals effective in [start, end), to be used within another query."""
     query = select(Journal.id).where(Journal.effective_at >= start)
     return query if end is None else query.where(Journal.effective_at < end)
 
 
-def posted_in(session: Session, account_id: int, journals: Select[tuple[int]]) -> Money:
+def posted_in(session: Session, account_id: int, journals: Select[int]) -> Money:
     """What these journals did to an account's balance. Raises UnknownAccount."""
     return _total(session, account_id, Posting.journal_id.in_(journals))
 

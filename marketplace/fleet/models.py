@@ -75,7 +75,7 @@ class Offer(Base):
     engine_version: Mapped[str]
     simulated: Mapped[bool]
     decode_tokens_per_s: Mapped[float | None] = mapped_column(Double)
-    """What the node says it decodes in all slots together; null where it does not say."""
+    """Of one request, as the node measured it; null where it does not say."""
     updated_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 

@@ -1,0 +1,233 @@
+"""Statements, bills and the state of the books. Only reads; see `snapshot` for a session whose answers agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import Row
+from sqlalchemy.orm import Session
+
+import ledger
+from marketplace.accounts.models import Organisation
+from marketplace.core.database import SessionFactory
+from marketplace.core.errors import NotFound
+from marketplace.finance import export, repository
+from marketplace.finance.bill import Amounts, BillLine, RenterBill
+from marketplace.finance.period import Period
+from marketplace.finance.statement import (
+    AccountMovement,
+    DeviceYield,
+    Earnings,
+    Energy,
+    Tokens,
+    Usage,
+    YieldStatement,
+)
+from marketplace.matching.types import Rates
+from marketplace.metering.models import Receipt
+
+DeviceKey = tuple[UUID, str]
+
+
+class UnknownOrganisation(NotFound):
+    code = "unknown_organisation"
+
+
+@contextmanager
+def snapshot(factory: SessionFactory) -> Iterator[Session]:
+    """A read-only session on one moment: the sums of a statement agree even while settlement goes on."""
+    with factory() as session:
+        session.connection(execution_options={"isolation_level": "REPEATABLE READ", "postgresql_readonly": True})
+        yield session
+
+
+def yield_statement(
+    session: Session, owner_id: UUID, start: datetime, end: datetime, zone_name: str = "UTC"
+) -> YieldStatement:
+    """What an owner earned in [start, end), device by device. Raises UnknownOrganisation, InvalidPeriod."""
+    period = Period(start, end, zone_name)
+    owner = _organisation(session, owner_id)
+    return YieldStatement(
+        owner_id, owner.name, period, _devices(session, owner_id, period), _movement(session, owner_id, period)
+    )
+
+
+def renter_bill(
+    session: Session, organisation_id: UUID, start: datetime, end: datetime, zone_name: str = "UTC"
+) -> RenterBill:
+    """What a renter was charged in [start, end), model by model. Raises UnknownOrganisation, InvalidPeriod."""
+    period = Period(start, end, zone_name)
+    organisation = _organisation(session, organisation_id)
+    waived_jobs, waived_nano = repository.waived(session, organisation_id, period)
+    journals = ledger.journals_between(period.start, period.end)
+    settled_nano = repository.charged_in(session, organisation_id, journals)
+    opening_nano, closing_nano = _balances(session, organisation.credit_account_id, period)
+    return RenterBill(
+        organisation_id=organisation_id,
+        organisation_name=organisation.name,
+        period=period,
+        lines=tuple(_bill_line(row) for row in repository.bill_sums(session, organisation_id, period)),
+        outcomes=repository.outcome_counts(session, organisation_id, period),
+        waived_jobs=waived_jobs,
+        waived_nano=waived_nano,
+        opening_nano=opening_nano,
+        added_nano=closing_nano - opening_nano + settled_nano,
+        settled_nano=settled_nano,
+        closing_nano=closing_nano,
+    )
+
+
+def trial_balance(session: Session, as_of: datetime | None = None) -> ledger.TrialBalance:
+    """Every account of the ledger; its debits equal its credits, or the books are broken."""
+    return ledger.trial_balance(session, as_of)
+
+
+def check(session: Session) -> list[str]:
+    """What is wrong with the books, a sentence each; none when they are in order."""
+    return [f"{problem.rule}: {problem.story}" for problem in ledger.check(session)]
+
+
+def write_csv(statement: YieldStatement, path: Path | str) -> Path:
+    """Write a statement as CSV; returns the absolute path. See export for the format."""
+    return export.write_statement(statement, Path(path))
+
+
+def write_receipts_csv(session: Session, statement: YieldStatement, path: Path | str) -> Path:
+    """Write each receipt behind a statement as CSV, streamed; returns the absolute path."""
+    query = repository.receipts_of(statement.owner_id, statement.period).execution_options(yield_per=2_000)
+    return export.write_receipts(((receipt, model) for receipt, model in session.execute(query)), Path(path))
+
+
+def _organisation(session: Session, organisation_id: UUID) -> Organisation:
+    found = session.get(Organisation, organisation_id)
+    if found is None:
+        raise UnknownOrganisation(f"There is no organisation with the id {organisation_id}.")
+    return found
+
+
+def _devices(session: Session, owner_id: UUID, period: Period) -> tuple[DeviceYield, ...]:
+    """Devices that were offered, earned or drew energy in the period."""
+    names = repository.device_names(session, owner_id)
+    sums = {(row.node_id, row.device_id): row for row in repository.owner_sums(session, owner_id, period)}
+    usage = {(row.node_id, row.device_id): _usage(row) for row in repository.usage_of(session, owner_id, period)}
+    energy = _energy(repository.energy_of(session, owner_id, period))
+    active = sums.keys() | usage.keys() | energy.keys()
+    # A device that its node no longer reports keeps its line.
+    order = [key for key in names if key in active] + sorted(active - names.keys())
+    return tuple(
+        _device(key, names.get(key), sums.get(key), usage.get(key, Usage()), energy.get(key, Energy())) for key in order
+    )
+
+
+def _device(
+    key: DeviceKey, names: tuple[str, str] | None, sums: Row[Any] | None, usage: Usage, energy: Energy
+) -> DeviceYield:
+    node_name, device_name = names or (key[0].hex, key[1])
+    if sums is None:
+        return DeviceYield(key[0], node_name, key[1], device_name, usage=usage, energy=energy)
+    return DeviceYield(
+        node_id=key[0],
+        node_name=node_name,
+        device_id=key[1],
+        device_name=device_name,
+        simulated=sums.simulated,
+        tokens=_tokens(sums),
+        earnings=Earnings(
+            jobs=sums.jobs,
+            gross_nano=int(sums.gross_nano),
+            fee_nano=int(sums.fee_nano),
+            adjustments_nano=int(sums.adjustments_nano),
+            net_nano=int(sums.net_nano),
+        ),
+        usage=usage,
+        energy=energy,
+    )
+
+
+def _tokens(row: Row[Any]) -> Tokens:
+    return Tokens(
+        int(row.input_uncached_tokens),
+        int(row.input_cached_tokens),
+        int(row.output_visible_tokens),
+        int(row.output_reasoning_tokens),
+    )
+
+
+def _usage(row: Row[Any]) -> Usage:
+    offered_us = int(row.offered_us or 0)
+    speed = row.capacity_tokens_per_s
+    return Usage(
+        offered_us=offered_us,
+        rented_us=int(row.rented_us or 0),
+        busy_us=int(row.busy_us or 0),
+        capacity_tokens=None if speed is None else float(speed) * offered_us / 1_000_000,
+    )
+
+
+def _energy(rows: Iterable[Row[Any]]) -> Mapping[DeviceKey, Energy]:
+    found: dict[DeviceKey, Energy] = {}
+    for row in rows:
+        key = (row.node_id, row.device_id)
+        energy_mj, covered_us = int(row.energy_mj), int(row.covered_us)
+        part = {
+            "measured": Energy(measured_mj=energy_mj, measured_us=covered_us),
+            "declared": Energy(declared_mj=energy_mj, declared_us=covered_us),
+            "unknown": Energy(unknown_us=covered_us),
+        }[row.kind]
+        found[key] = found.get(key, Energy()) + part
+    return found
+
+
+def _movement(session: Session, owner_id: UUID, period: Period) -> AccountMovement:
+    inside = ledger.journals_between(period.start, period.end)
+    settled_nano = repository.settled_nano(session, owner_id, inside)
+    carried = {
+        bound: repository.unsettled_nano(session, owner_id, Receipt.at < bound, ledger.journals_between(bound))
+        for bound in (period.start, period.end)
+    }
+    account_id = ledger.find_account(session, ledger.owner_pending(owner_id.hex))
+    opening_nano, closing_nano = _balances(session, account_id, period)
+    posted_nano = 0
+    if account_id is not None:
+        posted_nano = ledger.posted_in(session, account_id, repository.settlement_journals(owner_id, inside)).nano
+    return AccountMovement(
+        opening_nano=opening_nano,
+        carried_in_nano=carried[period.start],
+        carried_out_nano=carried[period.end],
+        settled_nano=settled_nano,
+        posted_nano=posted_nano,
+        closing_nano=closing_nano,
+    )
+
+
+def _balances(session: Session, account_id: int | None, period: Period) -> tuple[int, int]:
+    """(opening, closing) of an account in nanos; an account that was never opened has nothing."""
+    if account_id is None:
+        return 0, 0
+    opening = ledger.balance(session, account_id, as_of=period.start)
+    return opening.nano, ledger.balance(session, account_id, as_of=period.end).nano
+
+
+def _bill_line(row: Row[Any]) -> BillLine:
+    return BillLine(
+        model_id=row.model_id,
+        price_id=row.price_id,
+        rates=Rates(
+            input=row.input_rate,
+            cached_input=row.cached_input_rate,
+            output=row.output_rate,
+        ),
+        jobs=row.jobs,
+        tokens=_tokens(row),
+        amounts=Amounts(
+            int(row.input_uncached_nano),
+            int(row.input_cached_nano),
+            int(row.output_visible_nano),
+            int(row.output_reasoning_nano),
+        ),
+    )
