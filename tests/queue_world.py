@@ -14,13 +14,13 @@ import redis
 from sqlalchemy import select, text
 
 from marketplace.core.database import SessionFactory, transaction
+from marketplace.core.settings import Settings
 from marketplace.core.valkey import connect
 from marketplace.fleet.snapshot import PUBLISH, GatewaySnapshot, PublishedOffer, publish_call
 from marketplace.jobs.hot import Admit, Admitted
 from marketplace.jobs.models import Attempt, Job
 from marketplace.jobs.tasks import make_matcher
 from marketplace.jobs.writer import Record, run_in_session
-from marketplace.core.settings import Settings
 from marketplace.matching.types import OfferView
 from tests.market import Market, OneNode, Renter, make_market, make_node, make_renter
 
