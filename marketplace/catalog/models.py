@@ -41,10 +41,10 @@ class Variant(Base):
     tokenizer_kind: Mapped[str]
     """`fast` (tokenizers, checked against the oracle at import) or `oracle`."""
     tokenizer: Mapped[bytes] = mapped_column(LargeBinary)
-    """zlib-compressed JSON of the `tokenizers` object."""
+    """What tokenizer.py packs: a fast tokenizer, or the vocabulary file that the oracle loads; compressed."""
     chat_template: Mapped[str]
     special_tokens: Mapped[dict[str, Any]]
-    """bos_token, eos_token, add_bos: what the template and the count need."""
+    """Begin and end tokens (text, id, whether the engine adds them), max_token_characters: for template and count."""
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
