@@ -1,0 +1,402 @@
+"""The fleet as a gateway uses it: nodes' sockets, the live view, reservations and links, composed.
+
+fleet = Fleet(settings, session_factory, catalog, pipe)
+await fleet.start()
+ranked = fleet.rank(demand)
+offer = await fleet.reservations.reserve_first(ranked, attempt_id, ttl_s)
+fleet.links.open(offer, attempt_id, sink)
+fleet.links.send(offer.node_id, Run(...))
+...
+fleet.links.send(offer.node_id, ReportAck(...)); fleet.links.close(attempt_id)
+await fleet.reservations.release(offer, attempt_id)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from random import Random
+from typing import Final, TypeVar
+from uuid import UUID
+from weakref import WeakValueDictionary
+
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from agent.protocol import HEARTBEAT_S, Goodbye, Inventory, Telemetry
+from marketplace.catalog.prices import set_price
+from marketplace.catalog.service import Catalog
+from marketplace.core.clock import utcnow
+from marketplace.core.database import SessionFactory, transaction
+from marketplace.core.errors import FallowError, Unavailable
+from marketplace.core.logs import get_logger
+from marketplace.core.settings import Settings
+from marketplace.core.valkey import ValkeyDownError, ValkeyPipe
+from marketplace.fleet import claims, energy, repository, snapshot
+from marketplace.fleet.endpoints import make_router
+from marketplace.fleet.links import Carrier, GoneReason, Links
+from marketplace.fleet.occupancy import Occupancy
+from marketplace.fleet.peers import ForeignCounts, Peers, PeerSocket
+from marketplace.fleet.repository import Listed, NodeIdentity
+from marketplace.fleet.reservations import Reservations
+from marketplace.fleet.sender import FrameSender
+from marketplace.fleet.sessions import NodeSession
+from marketplace.fleet.socket import AgentSocket
+from marketplace.fleet.view import FleetView
+from marketplace.matching.breakers import Breakers
+from marketplace.matching.rank import Rules, rank
+from marketplace.matching.retries import RetryBudget
+from marketplace.matching.types import Demand, OfferView, Ranked
+
+log = get_logger(__name__)
+
+SILENT_S: Final = 3 * HEARTBEAT_S
+"""An agent that says nothing for this long is gone."""
+EXCHANGE_EVERY_S: Final = 0.25
+"""How often the view is compared and exchanged with other gateways..."""
+PUBLISH_AT_LEAST_S: Final = 2.0
+"""...and published even if nothing changed."""
+HOUSEKEEP_EVERY_S: Final = 1.0
+STORE_EVERY_S: Final = 5.0
+SYNC_PAUSE_S: Final = 0.2
+"""Between two writes about one node: a node that changes its mind all the time writes five times a second."""
+SYNC_RETRY_S: Final = 2.0
+COMEBACK_S: Final = 0.5
+"""What a leaving gateway tells its agents: come back, here or elsewhere, after this."""
+
+T = TypeVar("T")
+
+
+class Fleet:
+    """Everything about nodes. One event loop; the database in threads."""
+
+    def __init__(self, settings: Settings, session_factory: SessionFactory, catalog: Catalog, pipe: ValkeyPipe) -> None:
+        secret = settings.cluster_secret.get_secret_value()
+        self._settings = settings
+        self._gateway_id = settings.gateway_id
+        self._session_factory = session_factory
+        self._catalog = catalog
+        self._pipe = pipe
+        self._occupancy = Occupancy()
+        self._sessions: dict[UUID, NodeSession] = {}
+        self._locks: WeakValueDictionary[UUID, asyncio.Lock] = WeakValueDictionary()
+        self._peers = Peers(self._gateway_id, secret, lambda: self.links)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._rng = Random(secrets.randbits(64))  # noqa: S311  # breaks ties; another's guess gains nothing
+        self._draining = False
+        self._faults: dict[UUID, int] = {}
+        self._published: tuple[object, float] = (None, 0.0)
+        self._version = 0
+        self._version_prefix = secrets.token_hex(4)
+
+        self.rules = Rules(allow_simulated=settings.allow_simulated, stale_after_s=SILENT_S)
+        self.view = FleetView(self._gateway_id, self._occupancy)
+        self.links = Links(self._find_carrier, self._on_full)
+        self.reservations = Reservations(pipe, self._occupancy)
+        self.breakers = Breakers()
+        self.retries = RetryBudget()
+        self.agent_socket = AgentSocket(self._gateway_id, self, self.links)
+        """ASGI application for protocol.SOCKET_PATH."""
+        self.peer_socket = PeerSocket(
+            self._gateway_id, secret, self.links, ForeignCounts(self._occupancy), self._sessions.get
+        )
+        """ASGI application for wire.LINK_PATH."""
+        self.router = make_router(session_factory)
+        """HTTP endpoints: enrolment."""
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start exchanging views and keeping the books of the nodes. Waits for neither store."""
+        contradiction = self.rules.contradiction()
+        if contradiction is not None:
+            log.warning("matching_settings_contradict", what=contradiction)
+        self._tasks = [
+            asyncio.create_task(_every(EXCHANGE_EVERY_S, self._exchange)),
+            asyncio.create_task(_every(HOUSEKEEP_EVERY_S, self._housekeep)),
+            asyncio.create_task(_every(STORE_EVERY_S, self._store)),
+        ]
+
+    async def drain(self) -> None:
+        """Let other gateways choose this one's nodes no more; attempts that run go on."""
+        self._draining = True
+        with contextlib.suppress(ValkeyDownError):
+            await self._publish()
+
+    async def stop(self) -> None:
+        """Say goodbye to agents and gateways, store what is left, and stop. Attempts that still run are lost."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        keys, args = snapshot.withdraw_call(self._gateway_id)
+        with contextlib.suppress(ValkeyDownError):
+            await self._pipe.run(snapshot.PUBLISH, keys, args)
+        for session in list(self._sessions.values()):
+            goodbye = Goodbye("restarting", "This gateway is stopping.", COMEBACK_S * self._rng.uniform(0.5, 1.5))
+            session.end(self.links, GoneReason.STOPPING, goodbye)
+        self.peer_socket.stop()
+        await self._peers.stop()
+        await asyncio.gather(*(self.farewell(session) for session in list(self._sessions.values())))
+
+    # --- the gateway's questions ----------------------------------------------------------------------------------
+
+    def rank(self, demand: Demand) -> Ranked:
+        """Offers that can run the demand now, best first, by this gateway's view, breakers and rules."""
+        offers = self.view.offers(demand.variant_id)
+        resting = self.breakers.resting((offer.node_id for offer in offers), demand.variant_id, time.monotonic())
+        return rank(offers, demand, self._rng, rules=self.rules, resting=resting)
+
+    def node_failed(self, offer: OfferView) -> None:
+        """An attempt failed by the node's own fault: it rests from this variant, and its record shows it."""
+        self._faults[offer.node_id] = self._faults.get(offer.node_id, 0) + 1
+        self.breakers.failed(offer.node_id, offer.variant_id, time.monotonic())
+
+    def node_delivered(self, offer: OfferView) -> None:
+        """An attempt ended in order: the node is trusted again."""
+        self.breakers.succeeded(offer.node_id, offer.variant_id)
+
+    @property
+    def nodes_connected(self) -> int:
+        """Agents whose socket is here."""
+        return len(self._sessions)
+
+    # --- the agents' socket ---------------------------------------------------------------------------------------
+
+    async def identify(self, node_id: UUID) -> NodeIdentity | None:
+        """The node's key and state. Raises Unavailable."""
+        return await self._in_database(lambda session: repository.find_node(session, node_id))
+
+    async def welcome(self, node: NodeIdentity, agent_version: str, sender: FrameSender) -> NodeSession:
+        """Register a node's socket; an older one of the same node ends. Raises Unavailable."""
+        lock = self._locks.get(node.node_id)
+        if lock is None:
+            lock = self._locks[node.node_id] = asyncio.Lock()
+        async with lock:
+            connected_at_us = await self._in_database(
+                lambda session: repository.connect_node(session, node.node_id, agent_version)
+            )
+            older = self._sessions.pop(node.node_id, None)
+            if older is not None:
+                older.end(self.links, GoneReason.REPLACED, Goodbye("replaced", "A newer socket is open.", -1.0))
+                self.view.drop_local(node.node_id)
+                with contextlib.suppress(Unavailable):
+                    await self._write_energy(older)
+            session = NodeSession(node, connected_at_us, sender, lock)
+            self._sessions[node.node_id] = session
+        session.sync_task = asyncio.create_task(self._keep_synced(session))
+        log.info("node_connected", node=node.node_id.hex)
+        return session
+
+    async def farewell(self, session: NodeSession) -> None:
+        """A node's socket is closed: its offers go at once, its rows as soon as the database takes it."""
+        node_id = session.node.node_id
+        if session.sync_task is not None:
+            session.sync_task.cancel()
+        if self._sessions.get(node_id) is not session:
+            return
+        del self._sessions[node_id]
+        self.view.drop_local(node_id)
+        silent_s = time.monotonic() - session.heard_at_s
+        log.info("node_disconnected", node=node_id.hex, silent_s=round(silent_s, 1))
+        if silent_s <= energy.MAX_GAP_S:
+            session.meter.sample(session.devices, utcnow())
+        with contextlib.suppress(Unavailable):
+            # Else the interval ends where it was last seen, by the sweep.
+            async with session.database_lock:
+                await self._write_energy(session)
+                if node_id not in self._sessions:
+                    await self._in_database(
+                        lambda db: repository.disconnect_node(db, node_id, self._gateway_id, silent_s)
+                    )
+
+    def on_telemetry(self, session: NodeSession, frame: Telemetry) -> None:
+        """Fresh telemetry: the view at once, the database if something of lasting interest changed."""
+        if session.hear_devices(frame.devices, available=frame.available, reason=frame.unavailable_reason):
+            session.dirty.set()
+        self.view.touch_local(
+            session.node.node_id,
+            available=session.available,
+            reason=session.unavailable_reason,
+            memory_free_bytes=claims.free_memory_bytes(session.devices),
+        )
+
+    def on_inventory(self, session: NodeSession, frame: Inventory) -> None:
+        """A new list of offers: what it lacks goes from the view at once, what is new comes once it is stored."""
+        session.inventory = frame
+        self._check_claims(session)
+        session.show(self.view, self._gateway_id)
+        session.dirty.set()
+
+    # --- inside: carriers -----------------------------------------------------------------------------------------
+
+    def _find_carrier(self, node_id: UUID, gateway_id: str) -> Carrier | None:
+        session = self._sessions.get(node_id)
+        if session is not None:
+            return session
+        return self._peers.get(self.view.home_of(node_id) or gateway_id)
+
+    def _on_full(self, offer_id: UUID) -> None:
+        # The agent knows best: until fresher news there is no room.
+        self._occupancy.seen(offer_id, claims.MAX_SLOTS)
+
+    # --- inside: a node's rows ------------------------------------------------------------------------------------
+
+    def _check_claims(self, session: NodeSession) -> None:
+        if session.inventory is None:
+            return
+        session.claims, refused = claims.check_inventory(
+            session.inventory, self._catalog.by_sha256, allow_simulated=self._settings.allow_simulated
+        )
+        if refused != session.refused:
+            for claim in refused:
+                log.warning(
+                    "offer_refused",
+                    node=session.node.node_id.hex,
+                    variant_sha256=claim.variant_sha256,
+                    reason=claim.reason,
+                )
+        session.refused = refused
+
+    async def _keep_synced(self, session: NodeSession) -> None:
+        while True:
+            await session.dirty.wait()
+            session.dirty.clear()
+            try:
+                async with session.database_lock:
+                    await self._sync(session)
+            except FallowError as error:
+                log.warning("node_sync_failed", node=session.node.node_id.hex, error=error.message)
+                session.dirty.set()
+                await asyncio.sleep(SYNC_RETRY_S)
+            await asyncio.sleep(SYNC_PAUSE_S)
+
+    async def _sync(self, session: NodeSession) -> None:
+        if self._sessions.get(session.node.node_id) is not session:
+            return
+        inventory = session.inventory
+        write: Callable[[Session], list[Listed]] = partial(
+            repository.sync_node,
+            node=session.node,
+            gateway_id=self._gateway_id,
+            claims=list(session.claims),
+            devices=list(session.devices),
+            available=session.available,
+            declared_idle_mw=claims.declared_mw(inventory.declared_idle_watts if inventory else None),
+            declared_load_mw=claims.declared_mw(inventory.declared_load_watts if inventory else None),
+            set_price=set_price,
+        )
+        listed = await self._in_database(write)
+        session.listed = {item.claim.key: item for item in listed}
+        if self._sessions.get(session.node.node_id) is session:
+            session.show(self.view, self._gateway_id)
+
+    async def _write_energy(self, session: NodeSession) -> None:
+        due = session.meter.due()
+        if not due:
+            return
+        node_id = session.node.node_id
+        ids = await self._in_database(lambda db: repository.write_energy(db, node_id, due))
+        for stretch, row_id in zip(due, ids, strict=True):
+            stretch.row_id = row_id
+            stretch.dirty = False
+
+    # --- inside: timers -------------------------------------------------------------------------------------------
+
+    async def _exchange(self) -> None:
+        """Tell other gateways what is here, hear what is there."""
+        with contextlib.suppress(ValkeyDownError):
+            await self._publish()
+            await self._poll()
+
+    async def _publish(self) -> None:
+        offers = [] if self._draining else self.view.published()
+        facts = (self.view.revision, tuple(offer.slots_busy for offer in offers))
+        now = time.monotonic()
+        if facts == self._published[0] and now - self._published[1] < PUBLISH_AT_LEAST_S:
+            return
+        self._version += 1
+        mine = snapshot.GatewaySnapshot(self._gateway_id, self._settings.own_url, offers)
+        keys, args = snapshot.publish_call(mine, f"{self._version_prefix}-{self._version}")
+        await self._pipe.run(snapshot.PUBLISH, keys, args)
+        self._published = (facts, now)
+
+    async def _poll(self) -> None:
+        keys, args = snapshot.poll_call(self.view.known_versions())
+        for row in await self._pipe.run(snapshot.POLL, keys, args):
+            gateway_id, version, elapsed_s, received = snapshot.parse_row(row)
+            if received is None:
+                self.view.keep_remote(gateway_id)
+            else:
+                self.view.put_remote(received, version, elapsed_s)
+
+    async def _housekeep(self) -> None:
+        self._occupancy.sweep()
+        self.view.expire_remote(self._peers.linked)
+        self._peers.follow(self.view.gateways())
+        for node_id in self.view.superseded():
+            self._end(node_id, GoneReason.REPLACED, Goodbye("replaced", "A newer socket is open elsewhere.", -1.0))
+        limit = time.monotonic() - SILENT_S
+        for node_id, session in list(self._sessions.items()):
+            if session.heard_at_s < limit:
+                self._end(node_id, GoneReason.NODE_GONE, Goodbye("silent", "Nothing was heard of you.", COMEBACK_S))
+
+    def _end(self, node_id: UUID, reason: GoneReason, goodbye: Goodbye) -> None:
+        session = self._sessions.get(node_id)
+        if session is not None:
+            self.view.drop_local(node_id)
+            session.end(self.links, reason, goodbye)
+
+    async def _store(self) -> None:
+        """Move intervals on, store energy, close what dead gateways left, look again at offers once refused."""
+        with contextlib.suppress(Unavailable):
+            connected = list(self._sessions)
+            expected = sum(len(s.listed) if s.available else 0 for s in self._sessions.values())
+            moved = await self._in_database(lambda db: repository.touch(db, self._gateway_id, connected))
+            await self._in_database(repository.end_stale_intervals)
+            await self._write_faults()
+            for session in list(self._sessions.values()):
+                session.meter.sample(session.devices, utcnow())
+                async with session.database_lock:
+                    await self._write_energy(session)
+                if moved != expected:
+                    # Somebody ended an interval of a node that lives: after a long outage of the database, say.
+                    session.dirty.set()
+                if session.refused:
+                    self._check_claims(session)
+                    session.dirty.set()
+
+    async def _write_faults(self) -> None:
+        faults, self._faults = self._faults, {}
+        if not faults:
+            return
+        try:
+            await self._in_database(lambda db: repository.add_faults(db, faults))
+        except Unavailable:
+            for node_id, count in faults.items():
+                self._faults[node_id] = self._faults.get(node_id, 0) + count
+            raise
+
+    async def _in_database(self, work: Callable[[Session], T]) -> T:
+        def run() -> T:
+            with transaction(self._session_factory) as session:
+                return work(session)
+
+        try:
+            return await asyncio.to_thread(run)
+        except SQLAlchemyError as error:
+            log.warning("fleet_database_failed", error=str(error))
+            raise Unavailable("The database did not answer.") from error
+
+
+async def _every(period_s: float, tick: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        try:
+            await tick()
+        except Exception:
+            # A timer's edge: one failed tick is reported, and the next one comes.
+            log.exception("fleet_tick_failed")
+        await asyncio.sleep(period_s)

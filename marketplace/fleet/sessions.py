@@ -1,0 +1,157 @@
+"""One agent's open socket: what is known of its node, its routes, and the carrier of its frames."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Final
+from uuid import UUID
+
+from agent.protocol import DeviceReport, GatewayFrame, Goodbye, Inventory
+from marketplace.core.clock import utcnow
+from marketplace.fleet import claims
+from marketplace.fleet.claims import Claim, RefusedClaim
+from marketplace.fleet.energy import EnergyMeter
+from marketplace.fleet.links import GoneReason, Links, Route
+from marketplace.fleet.repository import Listed, NodeIdentity
+from marketplace.fleet.sender import FrameSender
+from marketplace.fleet.view import FleetView
+from marketplace.matching.types import OfferView
+
+VOID_EVERY_S: Final = 1.0
+"""How often a node is told about one attempt that it should forget."""
+MAX_VOIDS: Final = 1_024
+
+
+@dataclass(slots=True)
+class Allowance:
+    """A token bucket. Pure but for the clock that its caller brings."""
+
+    per_s: float
+    burst: float
+    left: float = field(init=False)
+    at_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.left = self.burst
+
+    def take(self, now_s: float) -> bool:
+        """True if one more is within bounds."""
+        self.left = min(self.burst, self.left + max(0.0, now_s - self.at_s) * self.per_s)
+        self.at_s = now_s
+        if self.left < 1.0:
+            return False
+        self.left -= 1.0
+        return True
+
+
+class NodeSession:
+    """A connected node. Also the carrier of its attempts."""
+
+    def __init__(
+        self, node: NodeIdentity, connected_at_us: int, sender: FrameSender, database_lock: asyncio.Lock
+    ) -> None:
+        self.node = node
+        self.connected_at_us = connected_at_us
+        self.sender = sender
+        self.routes: dict[bytes, Route] = {}
+        self.heard_at_s = time.monotonic()
+        self.devices: list[DeviceReport] = []
+        self.available = True
+        self.unavailable_reason = ""
+        self.inventory: Inventory | None = None
+        self.claims: list[Claim] = []
+        """What of the last inventory may be offered."""
+        self.listed: dict[tuple[UUID, str], Listed] = {}
+        """What of it is stored."""
+        self.refused: list[RefusedClaim] = []
+        """What of the last inventory may not be offered; the catalogue may know it later."""
+        self.dirty = asyncio.Event()
+        """The database is behind: see the service's sync."""
+        self.database_lock = database_lock
+        """Shared by all sessions of one node: held while a thread writes about it."""
+        self.sync_task: asyncio.Task[None] | None = None
+        self.meter = EnergyMeter()
+        self.control = Allowance(per_s=10.0, burst=60.0)
+        self.stray = Allowance(per_s=200.0, burst=2_000.0)
+        self._voided: dict[bytes, float] = {}
+
+    # --- carrier --------------------------------------------------------------------------------------------------
+
+    def send(self, node_id: UUID, frame: GatewayFrame) -> bool:
+        """Queue a frame for this node."""
+        return node_id == self.node.node_id and self.sender.put(frame)
+
+    def opened(self, route: Route) -> None:
+        """A route uses this socket."""
+        self.routes[route.attempt] = route
+
+    def closed(self, route: Route) -> None:
+        """A route no longer does."""
+        self.routes.pop(route.attempt, None)
+
+    # --- state ----------------------------------------------------------------------------------------------------
+
+    def hear_devices(self, reports: list[DeviceReport], *, available: bool, reason: str) -> bool:
+        """Fresh telemetry. True if the database should know at once: availability or the set of devices changed."""
+        devices = claims.check_devices(reports)
+        known = {(device.device_id, device.name, device.memory_total_bytes) for device in self.devices}
+        news = {(device.device_id, device.name, device.memory_total_bytes) for device in devices}
+        changed = available != self.available or known != news
+        self.devices = devices
+        self.available = available
+        self.unavailable_reason = reason[: claims.MAX_CHARS]
+        self.meter.sample(devices, utcnow())
+        return changed
+
+    def show(self, view: FleetView, gateway_id: str) -> None:
+        """Put into the view what is offered and stored; what is not stored yet follows with the next sync."""
+        free = claims.free_memory_bytes(self.devices)
+        offers = [
+            self._offer(claim, self.listed[claim.key], gateway_id, free.get(claim.device_id))
+            for claim in self.claims
+            if claim.key in self.listed and self.listed[claim.key].claim.rates == claim.rates
+        ]
+        view.put_local(self.node.node_id, offers, self.connected_at_us, self.heard_at_s)
+
+    def should_void(self, attempt: bytes, now_s: float) -> bool:
+        """True if the node should be told (again) that it holds no lease on this attempt."""
+        if now_s < self._voided.get(attempt, 0.0):
+            return False
+        if len(self._voided) >= MAX_VOIDS:
+            self._voided.clear()
+        self._voided[attempt] = now_s + VOID_EVERY_S
+        return True
+
+    def end(self, links: Links, reason: GoneReason, goodbye: Goodbye | None) -> None:
+        """Lose all routes, say why, and let the socket close. Ending twice does nothing more."""
+        for route in list(self.routes.values()):
+            links.lose(route, reason)
+        if goodbye is not None:
+            self.sender.put(goodbye)
+        self.sender.close()
+
+    def _offer(self, claim: Claim, listed: Listed, gateway_id: str, free_bytes: int | None) -> OfferView:
+        return OfferView(
+            offer_id=listed.offer_id,
+            node_id=self.node.node_id,
+            owner_organisation_id=self.node.organisation_id,
+            device_id=claim.device_id,
+            variant_id=claim.variant_id,
+            gateway_id=gateway_id,
+            price_id=listed.price_id,
+            rates=claim.rates,
+            slots=claim.slots,
+            slots_busy=0,
+            context_per_slot=claim.context_per_slot,
+            available=self.available,
+            warm=claim.warm,
+            simulated=claim.simulated,
+            prefix_cache_s=claim.prefix_cache_s,
+            sampled_age_s=0.0,
+            prefill_tokens_per_s=claim.prefill_tokens_per_s,
+            decode_tokens_per_s=claim.decode_tokens_per_s,
+            memory_free_bytes=free_bytes,
+            unavailable_reason=self.unavailable_reason,
+        )
