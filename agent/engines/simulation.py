@@ -37,7 +37,7 @@ _WORD: Final = re.compile(r"[Ġ▁][a-z]{2,12}")
 _PIECE: Final = re.compile(r" ?\w+|[^\w\s]|\s+")
 _PLAIN_WORDS: Final = (
     "the of and to in is that it was for on are as with they be at one have this from by hot but some what there we "
-    "can out other were all your when up use word how said an each she which do their time if will way about many then them"
+    "can out other were all your when up use word how said an each she which do their time if will way about many"
 )
 _LLAMA_8B: Final = ModelShape(
     weight_bytes=16_060_522_496,
