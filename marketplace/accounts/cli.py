@@ -1,4 +1,4 @@
-"""Organisations and keys from the command line."""
+"""`fallow org` and `fallow key`: organisations and keys from the command line."""
 
 from __future__ import annotations
 
@@ -14,27 +14,23 @@ from rich.table import Table
 from marketplace.accounts import service
 from marketplace.accounts.models import ApiKey
 from marketplace.core.clock import utcnow
-from marketplace.core.database import transaction
-from marketplace.core.process import session_factory
+from marketplace.core.process import command_session
 
-org_app = typer.Typer(help="Organisations: renters, owners, or both.", no_args_is_help=True)
-key_app = typer.Typer(help="API keys of an organisation.", no_args_is_help=True)
-app = typer.Typer(help="Organisations and their keys.", no_args_is_help=True)
-app.add_typer(org_app, name="org")
-app.add_typer(key_app, name="key")
+org = typer.Typer(help="Organisations: renters, owners, or both.", no_args_is_help=True, add_completion=False)
+key = typer.Typer(help="API keys of an organisation.", no_args_is_help=True, add_completion=False)
 
 
-@org_app.command("create")
+@org.command("create")
 def create_organisation(name: Annotated[str, typer.Argument(help="Its name.")]) -> None:
     """Make an organisation, or find the one of this name. Prints its id."""
-    with transaction(session_factory()) as session:
+    with command_session() as session:
         typer.echo(service.create_organisation(session, name).id)
 
 
-@org_app.command("list")
+@org.command("list")
 def list_organisations() -> None:
     """Show all organisations."""
-    with transaction(session_factory()) as session:
+    with command_session() as session:
         found = service.list_organisations(session)
     table = Table("id", "name", "since")
     for organisation in found:
@@ -42,7 +38,7 @@ def list_organisations() -> None:
     Console().print(table)
 
 
-@key_app.command("create")
+@key.command("create")
 def create_key(
     organisation: Annotated[str, typer.Argument(help="The organisation's name.")],
     *,
@@ -53,9 +49,9 @@ def create_key(
     expires_in_days: Annotated[int | None, typer.Option(min=1, max=3650)] = None,
 ) -> None:
     """Make a key. Its secret is printed on standard output, once: it cannot be shown again."""
-    with transaction(session_factory()) as session:
+    with command_session() as session:
         owner = service.find_organisation(session, organisation)
-        key, secret = service.create_key(
+        created, secret = service.create_key(
             session,
             owner.id,
             name=name,
@@ -64,30 +60,30 @@ def create_key(
             parallel_requests=parallel_requests,
             expires_in=None if expires_in_days is None else timedelta(days=expires_in_days),
         )
-        key_id = key.id
+        key_id = created.id
     typer.echo(f"Key {key_id}. Keep the secret: it is shown this once.", err=True)
     typer.echo(secret)
 
 
-@key_app.command("list")
+@key.command("list")
 def list_keys(organisation: Annotated[str, typer.Argument(help="The organisation's name.")]) -> None:
     """Show an organisation's keys, newest first."""
-    with transaction(session_factory()) as session:
+    with command_session() as session:
         owner = service.find_organisation(session, organisation)
         found = service.list_keys(session, owner.id)
     table = Table("id", "key", "name", "roles", "a minute", "at once", "state")
-    for key in found:
-        limits = (str(key.requests_per_minute), str(key.parallel_requests))
-        table.add_row(str(key.id), f"{key.shown_prefix}…", escape(key.name), ", ".join(key.roles), *limits, _state(key))
+    for row in found:
+        limits = (str(row.requests_per_minute), str(row.parallel_requests))
+        table.add_row(str(row.id), f"{row.shown_prefix}…", escape(row.name), ", ".join(row.roles), *limits, _state(row))
     Console().print(table)
 
 
-@key_app.command("revoke")
+@key.command("revoke")
 def revoke_key(key_id: Annotated[UUID, typer.Argument(help="The key's id, as `key list` shows it.")]) -> None:
     """Revoke a key for good. Gateways refuse it within two seconds."""
-    with transaction(session_factory()) as session:
-        key = service.revoke_key(session, key_id)
-        shown, revoked_at = key.shown_prefix, key.revoked_at
+    with command_session() as session:
+        revoked = service.revoke_key(session, key_id)
+        shown, revoked_at = revoked.shown_prefix, revoked.revoked_at
     typer.echo(f"Key {shown}… is revoked since {revoked_at:%Y-%m-%d %H:%M:%S %Z}.")
 
 

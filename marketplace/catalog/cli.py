@@ -1,4 +1,4 @@
-"""The catalogue from the command line."""
+"""`fallow catalog`: the catalogue from the command line."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from sqlalchemy import select
 
 from marketplace.catalog import importer
 from marketplace.catalog.models import Variant
-from marketplace.core.database import transaction
-from marketplace.core.process import session_factory
+from marketplace.core.process import command_session
 
-app = typer.Typer(help="Models and their variants.", no_args_is_help=True)
+app = typer.Typer(help="Models and their variants.", no_args_is_help=True, add_completion=False)
 
 
 @app.command("import")
@@ -31,7 +30,7 @@ def import_gguf(
     ] = importer.DEFAULT_MAX_OUTPUT,
 ) -> None:
     """Import a model file: hash it, read its shape, tokenizer and template. Importing again changes nothing."""
-    with Progress(transient=True) as progress, transaction(session_factory()) as session:
+    with Progress(transient=True) as progress, command_session() as session:
         task = progress.add_task("hashing", total=path.stat().st_size)
         variant = importer.import_gguf(
             session,
@@ -56,7 +55,7 @@ def list_variants() -> None:
         Variant.tokenizer_kind,
         Variant.sha256,
     )
-    with transaction(session_factory()) as session:
+    with command_session() as session:
         found = session.execute(select(*columns).order_by(Variant.model_id, Variant.created_at).limit(1_000)).all()
     table = Table("model", "quantisation", "MB", "context", "tokenizer", "sha256")
     for model_id, quantisation, size_bytes, context, kind, sha256 in found:

@@ -5,12 +5,17 @@ Celery forks: nothing here may be built before the fork, hence the laziness.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 import redis
+from sqlalchemy.orm import Session
 
 from marketplace.core import valkey
-from marketplace.core.database import SessionFactory, make_engine, make_session_factory
+from marketplace.core.database import SessionFactory, make_engine, make_session_factory, transaction
+from marketplace.core.errors import FallowError
 from marketplace.core.settings import get_settings
 
 
@@ -24,3 +29,14 @@ def session_factory() -> SessionFactory:
 def valkey_client() -> redis.Redis:
     """This process's synchronous Valkey client."""
     return valkey.connect(get_settings().valkey_url)
+
+
+@contextmanager
+def command_session() -> Iterator[Session]:
+    """One transaction of a command line; an error that has words for people is printed, and ends the command with 1."""
+    try:
+        with transaction(session_factory()) as session:
+            yield session
+    except FallowError as error:
+        print(error.message, file=sys.stderr)
+        raise SystemExit(1) from None
