@@ -20,8 +20,8 @@ SOURCE = "fallow"
 """Who the journals' outside ids belong to."""
 NOTHING_POSTED = 0
 """Journal id of receipts over nothing: a free model's. A journal has no line of zero."""
-MAX_TOP_UP_NANO = 1_000_000 * 1_000_000_000
-"""One million USD: a slip of the keyboard, not a payment."""
+MAX_TOP_UP_NANO = 100_000_000 * 1_000_000_000
+"""A hundred million USD: more is a slip of the keyboard, not a payment."""
 MAX_KEY_CHARACTERS = 200
 
 
@@ -77,7 +77,7 @@ def top_up(session: Session, organisation_id: UUID, amount_nano: int, key: str) 
     Raises InvalidAmount, UnknownOrganisation, TopUpMismatch if the key was used for another amount or organisation.
     """
     if not 0 < amount_nano <= MAX_TOP_UP_NANO:
-        raise InvalidAmount("A top-up is more than nothing and at most 1,000,000 USD.", param="amount")
+        raise InvalidAmount("A top-up is more than nothing and at most 100,000,000 USD.", param="amount")
     if not 0 < len(key) <= MAX_KEY_CHARACTERS:
         raise InvalidAmount(f"An idempotency key has 1 to {MAX_KEY_CHARACTERS} characters.", param="key")
     credit_account = ensure_credit_account(session, _organisation(session, organisation_id))
