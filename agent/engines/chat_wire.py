@@ -41,6 +41,7 @@ SPARE_PIECES: Final = 64
 PIECES_PER_TOKEN: Final = 4
 """A tool call's token may become several deltas; an engine far beyond this does not stop where it was told to."""
 
+_NOTHING: Final = frozenset({b"", b"null", b"[]"})
 _REJECTED_STATUSES: Final = frozenset({400, 404, 405, 413, 415, 422})
 _OVERFLOW: Final = re.compile(r"context (length|size|window)|exceed_context_size|maximum context", re.IGNORECASE)
 
@@ -67,7 +68,7 @@ class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: msgspec.Raw | None = None
+    tool_calls: msgspec.Raw = msgspec.Raw()
 
 
 class _Choice(msgspec.Struct):
@@ -101,7 +102,7 @@ class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     prompt_progress: _Progress | None = None
-    error: msgspec.Raw | None = None
+    error: msgspec.Raw = msgspec.Raw()
 
 
 class _Error(msgspec.Struct):
@@ -188,7 +189,7 @@ class ChatReader:
             chunk = _chunk_decoder.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise EngineError("engine_error", f"the engine sent something that is no chunk: {error}") from None
-        if chunk.error is not None:
+        if bytes(chunk.error) not in _NOTHING:
             raise _stream_error(bytes(chunk.error))
         if chunk.prompt_progress is not None:
             yield Progress(chunk.prompt_progress.processed, chunk.prompt_progress.total)
@@ -229,9 +230,8 @@ class ChatReader:
 
     def _extra(self, choice: _Choice) -> bytes:
         fields: dict[str, object] = {}
-        calls = choice.delta.tool_calls
-        if calls is not None and bytes(calls) not in {b"null", b"[]"}:
-            fields["tool_calls"] = calls
+        if bytes(choice.delta.tool_calls) not in _NOTHING:
+            fields["tool_calls"] = choice.delta.tool_calls
         if self._top_logprobs is not None and choice.logprobs is not None and choice.logprobs.content:
             content = [_public_logprob(entry, self._top_logprobs) for entry in choice.logprobs.content]
             fields["logprobs"] = {"content": content, "refusal": None}
