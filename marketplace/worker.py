@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final
@@ -25,6 +26,8 @@ SCHEDULE_S: Final = {
     "billing.check": 300.0,
 }
 """Task -> its period in seconds."""
+QUIET_LOGGERS: Final = ("celery.worker.strategy", "celery.app.trace")
+"""They say of each tick that it came and went; failures are warnings and above."""
 
 
 def make_worker(settings: Settings) -> Celery:
@@ -57,6 +60,8 @@ def _process_app() -> Celery:
 def _configure_logs(**_: Any) -> None:
     settings = get_settings()
     logs.configure(settings.log_format, settings.log_level)
+    for name in QUIET_LOGGERS:
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def __getattr__(name: str) -> Celery:
