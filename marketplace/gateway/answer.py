@@ -10,11 +10,11 @@ import msgspec
 from msgspec import Meta, Struct
 
 from agent.protocol import Tokens
+from marketplace.core.amounts import usd
 from marketplace.metering.pricing import Priced
 from marketplace.metering.tokens import TokenCounts
 
 MAX_EXTRA_BYTES: Final = 256 * 1024
-NANO_DIGITS: Final = 9
 
 
 class _DeltaFunction(Struct, frozen=True, omit_defaults=True):
@@ -174,12 +174,3 @@ def usage_object(tokens: TokenCounts, priced: Priced | None) -> dict[str, Any]:
             "reasoning": usd(priced.output_reasoning_nano),
         }
     return usage
-
-
-def usd(nano: int) -> str:
-    """Nano-USD as a decimal string of USD, exact, without needless zeros: 1_500_000 is `0.0015`."""
-    sign, nano = ("-", -nano) if nano < 0 else ("", nano)
-    whole, part = divmod(nano, 10**NANO_DIGITS)
-    if not part:
-        return f"{sign}{whole}"
-    return f"{sign}{whole}.{part:0{NANO_DIGITS}d}".rstrip("0")

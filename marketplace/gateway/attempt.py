@@ -11,6 +11,7 @@ from typing import Final
 
 from agent.protocol import Accepted, Failed, Finished, Refused, Tokens
 from marketplace.fleet.links import AttemptFrame, GoneReason
+from marketplace.gateway.answer import BadExtraError, read_extra
 from marketplace.gateway.outcomes import Ending, of_failure, of_refusal
 from marketplace.matching.types import OfferView
 
@@ -35,9 +36,11 @@ class AttemptRun:
         "accepted",
         "attempt_id",
         "code",
+        "eager",
         "ending",
         "epoch",
         "first_token_at",
+        "lease_until",
         "message",
         "offer",
         "pieces",
@@ -61,6 +64,10 @@ class AttemptRun:
         """The attempt's end code."""
         self.message = ""
         """For the renter, where something went wrong."""
+        self.eager = True
+        """Whether each piece wakes the runner; one that sends nothing before the end need not hear of it."""
+        self.lease_until = 0.0
+        """When, on the loop's clock, the lease may be over. Moved on by each checkpoint that was answered."""
         self.report: Finished | Failed | None = None
         self.reported = False
         """The node has nothing more to say: it reported, refused, or is gone."""
@@ -115,6 +122,8 @@ class AttemptRun:
         pieces = self.pieces
         if not pieces:
             self.first_token_at = asyncio.get_running_loop().time()
+        if frame.extra and not self._check_extra(frame.extra):
+            return
         pieces.append(frame)
         length = len(frame.text)
         self._characters += length
@@ -124,10 +133,18 @@ class AttemptRun:
             self.stop(Ending.NODE, "engine_error", "The node sent more than was asked for.")
             return
         waiter = self._waiter
-        if waiter is not None:
+        if waiter is not None and self.eager:
             self._waiter = None
             if not waiter.done():
                 waiter.set_result(None)
+
+    def _check_extra(self, extra: bytes) -> bool:
+        try:
+            read_extra(extra)
+        except BadExtraError:
+            self.stop(Ending.NODE, "engine_error", "The node sent something that is no part of an answer.")
+            return False
+        return True
 
     def _on_report(self, frame: Accepted | Refused | Finished | Failed) -> None:
         if isinstance(frame, Accepted):

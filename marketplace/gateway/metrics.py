@@ -5,6 +5,8 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from marketplace.metering.tokens import TokenCounts
+
 TTFT_BUCKETS_S = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -30,6 +32,17 @@ class GatewayMetrics:
             registry=self.registry,
         )
         self.active = Gauge("fallow_active_attempts", "Attempts that run here now.", registry=self.registry)
+
+    def add_tokens(self, tokens: TokenCounts) -> None:
+        """Count what was billed."""
+        for token_class, count in (
+            ("input_uncached", tokens.input_uncached),
+            ("input_cached", tokens.input_cached),
+            ("output_visible", tokens.output_visible),
+            ("output_reasoning", tokens.output_reasoning),
+        ):
+            if count:
+                self.tokens.labels(token_class).inc(count)
 
     def render(self) -> bytes:
         """The text format."""

@@ -1,0 +1,182 @@
+"""POST /v1/chat/completions as a raw ASGI application: the hot path, beside FastAPI."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from typing import Final
+
+from marketplace.accounts.auth import Principal
+from marketplace.accounts.limits import LimitState
+from marketplace.core.errors import FallowError, PaymentRequired, RateLimited
+from marketplace.core.logs import get_logger
+from marketplace.gateway.failures import NoCapacity
+from marketplace.gateway.http import (
+    ClientGoneError,
+    Header,
+    MethodNotAllowed,
+    Receive,
+    Scope,
+    Send,
+    header,
+    new_request_id,
+    read_body,
+    send_error,
+)
+from marketplace.gateway.interactive import Caller, Interactive
+from marketplace.gateway.outcomes import Ending
+from marketplace.gateway.outlets import JsonOutlet, StreamOutlet, abort_connection
+from marketplace.gateway.parse import OFFLOAD_BYTES, ChatRequest, parse_chat
+from marketplace.gateway.quote import measure
+from marketplace.gateway.services import Services
+from marketplace.gateway.sse import ChunkWriter
+from marketplace.jobs.states import Outcome
+from marketplace.jobs.sweeping import CHAT_ENDPOINT
+
+log = get_logger(__name__)
+PATH: Final = "/v1/chat/completions"
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """One HTTP exchange: what is known of it so far."""
+
+    request_id: str
+    arrived_at: float
+    receive: Receive
+    send: Send
+    headers: list[Header]
+    principal: Principal | None = None
+    parsed: bool = False
+    interactive: Interactive | None = None
+    outlet: StreamOutlet | JsonOutlet | None = None
+
+    @property
+    def admitted(self) -> bool:
+        return self.interactive is not None and self.interactive.admitted
+
+    async def fail(self, error: FallowError) -> None:
+        if self.outlet is not None:
+            await self.outlet.fail(error)
+        else:
+            await send_error(self.send, error, self.headers)
+
+
+class ChatApp:
+    """The ASGI application for PATH."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = new_request_id()
+        exchange = _Exchange(
+            request_id=request_id,
+            arrived_at=asyncio.get_running_loop().time(),
+            receive=receive,
+            send=send,
+            headers=[(b"x-request-id", request_id.encode())],
+        )
+        try:
+            await self._serve(scope, exchange)
+        except ClientGoneError:
+            return
+        except FallowError as error:
+            await self._refuse(exchange, error)
+        except Exception:
+            # The edge: whatever broke, the client gets an answer, and the request its outcome.
+            log.exception("chat_failed", request_id=request_id)
+            await self._refuse(exchange, FallowError("Something broke on our side. Nothing was charged."))
+
+    async def _serve(self, scope: Scope, exchange: _Exchange) -> None:
+        services = self._services
+        if scope["method"] != "POST":
+            raise MethodNotAllowed("POST")
+        services.require_open()
+        principal = await services.authenticator.authenticate(header(scope, b"authorization"))
+        exchange.principal = principal
+        principal.require("renter")
+        chat = await _read_chat(scope, exchange.receive, services.settings.body_limit_bytes)
+        exchange.parsed = True
+        limits = await services.limiter.acquire(principal)
+        try:
+            await self._answer(exchange, principal, limits, chat)
+        finally:
+            services.in_background(services.limiter.release(limits))
+
+    async def _answer(self, exchange: _Exchange, principal: Principal, limits: LimitState, chat: ChatRequest) -> None:
+        services = self._services
+        exchange.headers += [(name.encode(), value.encode()) for name, value in limits.headers().items()]
+        measured = await measure(services, chat)
+        caller = Caller.now(principal, exchange.request_id, exchange.arrived_at)
+        outlet = exchange.outlet = self._outlet(exchange, caller, chat)
+        interactive = exchange.interactive = Interactive(services, caller, measured, outlet)
+        watch = asyncio.create_task(_watch(exchange.receive, interactive))
+        try:
+            await interactive.run(await interactive.admit())
+        finally:
+            watch.cancel()
+        if isinstance(outlet, StreamOutlet) and outlet.cut:
+            abort_connection(exchange.send)
+
+    def _outlet(self, exchange: _Exchange, caller: Caller, chat: ChatRequest) -> StreamOutlet | JsonOutlet:
+        if not chat.stream:
+            return JsonOutlet(exchange.send, exchange.headers)
+        settings = self._services.settings
+        writer = ChunkWriter(
+            completion_id=caller.completion_id,
+            created=caller.created,
+            model=chat.model,
+            include_usage=chat.include_usage,
+        )
+        return StreamOutlet(
+            exchange.send,
+            exchange.headers,
+            writer,
+            header_wait_s=settings.header_wait_s,
+            keepalive_s=settings.keepalive_s,
+            slow_reader_s=settings.slow_reader_s,
+            now=exchange.arrived_at,
+        )
+
+    async def _refuse(self, exchange: _Exchange, error: FallowError) -> None:
+        self._services.metrics.http_errors.labels(error.code).inc()
+        if exchange.parsed and not exchange.admitted and exchange.principal is not None:
+            try:
+                await self._services.record_refusal(
+                    request_id=exchange.request_id,
+                    organisation_id=exchange.principal.organisation_id,
+                    endpoint=CHAT_ENDPOINT,
+                    outcome=refusal_outcome(error),
+                    code=error.code,
+                )
+            except FallowError:
+                log.warning("outcome_not_recorded", request_id=exchange.request_id, code=error.code)
+        await exchange.fail(error)
+
+
+def refusal_outcome(error: FallowError) -> Outcome:
+    """The row of the outcome table for a request that was refused before anything was held."""
+    if isinstance(error, RateLimited):
+        return Outcome.RATE_LIMITED
+    if isinstance(error, PaymentRequired):
+        return Outcome.NO_BALANCE
+    if isinstance(error, NoCapacity):
+        return Outcome.NO_CAPACITY
+    return Outcome.REQUEST_REJECTED if error.status < 500 else Outcome.PLATFORM_FAILED
+
+
+async def _read_chat(scope: Scope, receive: Receive, limit_bytes: int) -> ChatRequest:
+    body = await read_body(scope, receive, limit_bytes)
+    if len(body) > OFFLOAD_BYTES:
+        return await asyncio.to_thread(parse_chat, body)
+    return parse_chat(body)
+
+
+async def _watch(receive: Receive, interactive: Interactive) -> None:
+    """Hear when the client leaves, streaming or not."""
+    with contextlib.suppress(asyncio.CancelledError):
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        interactive.stop(Ending.CANCELLED)

@@ -1,0 +1,355 @@
+"""A request whose client waits: admitted at the best node, moved on while nothing was read, paid by the table.
+
+The first row of the outcome table that fits is written before the client reads the end of its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+from uuid import UUID
+
+from marketplace.accounts.auth import Principal
+from marketplace.core.errors import FallowError
+from marketplace.core.ids import new_id
+from marketplace.core.logs import get_logger
+from marketplace.gateway.answer import completion, usage_object
+from marketplace.gateway.attempt import AttemptRun
+from marketplace.gateway.execution import Execution, LeaseLost, Settled, Work
+from marketplace.gateway.failures import InsufficientBalance, NoCapacity, failure, of_lost_lease
+from marketplace.gateway.outcomes import Ending, moves_on
+from marketplace.gateway.outlets import JsonOutlet, StreamOutlet
+from marketplace.gateway.quote import Measured, find
+from marketplace.gateway.services import Services
+from marketplace.jobs.endings import MAX_ATTEMPTS, MAX_PREEMPTIONS
+from marketplace.jobs.hot import Admit, AttemptLease, Lease
+from marketplace.jobs.states import JobState, Outcome
+from marketplace.jobs.sweeping import CHAT_ENDPOINT
+from marketplace.matching.types import Filter, OfferView, Refusal
+from marketplace.metering.pricing import affordable_output, worst_case
+
+log = get_logger(__name__)
+MAX_ADMISSIONS: Final = 4
+"""Times that an admission is tried again because the balance was smaller than the worst case."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks, and under which name the answer goes out."""
+
+    principal: Principal
+    request_id: str
+    arrived_at: float
+    """On the event loop's clock."""
+    created: int
+    """Unix seconds."""
+
+    @property
+    def completion_id(self) -> str:
+        """The id that the client sees in the answer."""
+        return f"chatcmpl-{self.request_id.removeprefix('req_')}"
+
+    @classmethod
+    def now(cls, principal: Principal, request_id: str, arrived_at: float) -> Caller:
+        return cls(principal, request_id, arrived_at, int(time.time()))
+
+
+@dataclass(slots=True)
+class Placement:
+    """A leased attempt that has not started."""
+
+    offer: OfferView
+    attempt_id: UUID
+    epoch: int
+
+
+class Interactive:
+    """One chat request from its admission to its end. Used once."""
+
+    def __init__(
+        self, services: Services, caller: Caller, measured: Measured, outlet: StreamOutlet | JsonOutlet
+    ) -> None:
+        self._services = services
+        self._caller = caller
+        self._measured = measured
+        self._outlet = outlet
+        self._job_id = new_id()
+        self._max_output = measured.max_output_tokens
+        self._budget_nano: int | None = None
+        """What the balance was found to hold, once it was too small."""
+        self._excluded: set[UUID] = set()
+        self._attempts = 0
+        self._preemptions = 0
+        self._warm = services.prefixes.nodes(
+            caller.principal.organisation_id, measured.variant.id, measured.prompt_packed
+        )
+        self.admitted = False
+        """True once a hold and a lease exist: from then on the job's own row tells how it ended."""
+        self._execution: Execution | None = None
+        self._gone: Ending | None = None
+
+    def stop(self, ending: Ending) -> None:
+        """The client left, or the gateway shuts down."""
+        if self._gone is None:
+            self._gone = ending
+        if self._execution is not None:
+            self._execution.stop(ending)
+
+    # --- admission ------------------------------------------------------------------------------------------------
+
+    async def admit(self) -> Placement:
+        """Reserve a slot, hold the worst case, lease the first attempt. Raises NoCapacity, InsufficientBalance and
+        Unavailable; nothing is held then."""
+        for _ in range(MAX_ADMISSIONS):
+            attempt_id = new_id()
+            offer = await self._reserve(attempt_id, within_budget=True)
+            try:
+                admitted = await self._services.writer.submit(self._admission(offer, attempt_id))
+            except BaseException:
+                self._release(offer, attempt_id)
+                raise
+            if admitted.ok:
+                self.admitted = True
+                self._services.retries.request(offer.variant_id, self._services.now())
+                return Placement(offer, attempt_id, 1)
+            self._release(offer, attempt_id)
+            self._afford(offer, admitted.available_nano)
+        raise self._short_of_balance(self._budget_nano or 0)
+
+    async def _reserve(
+        self, attempt_id: UUID, *, within_budget: bool = False, first: OfferView | None = None
+    ) -> OfferView:
+        services, measured = self._services, self._measured
+        offers: Sequence[OfferView] = services.fleet.view.offers(measured.variant.id)
+        if within_budget and self._budget_nano is not None:
+            offers = [offer for offer in offers if self._worst(offer) <= (self._budget_nano or 0)] or offers
+        demand = measured.demand(
+            self._caller.principal.organisation_id,
+            ceiling=first.rates if first is not None else None,
+            excluded=frozenset(self._excluded),
+            warm=self._warm,
+            max_output_tokens=self._max_output,
+        )
+        ranked = find(services, measured, demand, offers)
+        if not ranked.offers:
+            raise NoCapacity(ranked.refusal)
+        taken = await services.fleet.reservations.reserve_first(ranked, attempt_id, services.pulse.reservation_s)
+        if taken is None:
+            nodes = len({offer.node_id for offer in ranked.offers})
+            raise NoCapacity(Refusal({**ranked.refusal.refused, Filter.RESERVED: nodes}))
+        return taken
+
+    def _admission(self, offer: OfferView, attempt_id: UUID) -> Admit:
+        principal, settings, measured = self._caller.principal, self._services.settings, self._measured
+        return Admit(
+            job_id=self._job_id,
+            organisation_id=principal.organisation_id,
+            key_id=principal.key_id,
+            credit_account_id=principal.credit_account_id or 0,
+            request_id=self._caller.request_id,
+            kind="interactive",
+            variant_id=measured.variant.id,
+            body=None,
+            prompt_tokens=measured.prompt_tokens,
+            max_output_tokens=self._max_output,
+            ceiling=offer.rates,
+            hold_nano=self._worst(offer),
+            hold_margin_s=settings.hold_margin_s,
+            gateway_id=settings.gateway_id,
+            deadline_s=settings.request_timeout_s,
+            attempt=self._lease_of(offer, attempt_id),
+        )
+
+    def _lease_of(self, offer: OfferView, attempt_id: UUID) -> AttemptLease:
+        settings = self._services.settings
+        return AttemptLease(
+            attempt_id=attempt_id,
+            node_id=offer.node_id,
+            offer_id=offer.offer_id,
+            price_id=offer.price_id,
+            rates=offer.rates,
+            gateway_id=settings.gateway_id,
+            lease_s=settings.lease_s,
+        )
+
+    def _worst(self, offer: OfferView) -> int:
+        return worst_case(offer.rates, self._measured.prompt_tokens, self._max_output)
+
+    def _afford(self, refused: OfferView, available_nano: int) -> None:
+        """The balance does not hold this offer's worst case: look for cheaper ones, or lower an answer that the client
+        did not bound. Raises InsufficientBalance."""
+        self._budget_nano = available_nano
+        offers = self._services.fleet.view.offers(self._measured.variant.id)
+        if any(self._worst(offer) <= available_nano for offer in offers if offer.offer_id != refused.offer_id):
+            return
+        prompt = self._measured.prompt_tokens
+        affordable = affordable_output(refused.rates, prompt, available_nano)
+        if affordable < 1:
+            affordable = max((affordable_output(offer.rates, prompt, available_nano) for offer in offers), default=0)
+        if self._measured.client_bound or affordable < 1 or self._caller.principal.credit_account_id is None:
+            raise self._short_of_balance(available_nano)
+        self._max_output = min(self._max_output, affordable)
+
+    def _short_of_balance(self, available_nano: int) -> InsufficientBalance:
+        prompt = self._measured.prompt_tokens
+        offers = self._services.fleet.view.offers(self._measured.variant.id)
+        output = self._max_output if self._measured.client_bound else 1
+        return InsufficientBalance(
+            needed_nano=min((worst_case(offer.rates, prompt, output) for offer in offers), default=0),
+            available_nano=available_nano,
+            affordable_output_tokens=min(
+                max((affordable_output(offer.rates, prompt, available_nano) for offer in offers), default=0),
+                self._max_output,
+            ),
+        )
+
+    def _release(self, offer: OfferView, attempt_id: UUID) -> None:
+        self._services.in_background(self._services.fleet.reservations.release(offer, attempt_id))
+
+    # --- the run --------------------------------------------------------------------------------------------------
+
+    async def run(self, placement: Placement) -> None:
+        """Run an admitted request to its end, and show the client what became of it."""
+        execution = self._execution = Execution(self._services, self._work(), self._outlet)
+        if self._gone is not None:
+            execution.stop(self._gone)
+        self._announce_cap()
+        self._services.pulse.join(execution)
+        try:
+            await self._show(await self._attempts_of(execution, placement))
+        except LeaseLost:
+            await self._outlet.fail(of_lost_lease())
+        except BaseException:
+            self._services.in_background(self._abandon(execution))
+            raise
+        finally:
+            self._services.pulse.leave(execution)
+
+    def _work(self) -> Work:
+        measured, caller = self._measured, self._caller
+        return Work(
+            job_id=self._job_id,
+            request_id=caller.request_id,
+            endpoint=CHAT_ENDPOINT,
+            organisation_id=caller.principal.organisation_id,
+            key_id=caller.principal.key_id,
+            variant=measured.variant,
+            body=measured.chat.engine_body(self._max_output),
+            prompt_tokens=measured.prompt_tokens,
+            prompt_packed=measured.prompt_packed,
+            max_output_tokens=self._max_output,
+            deadline_at=asyncio.get_running_loop().time() + self._services.settings.request_timeout_s,
+        )
+
+    async def _attempts_of(self, execution: Execution, placement: Placement) -> Settled:
+        first = placement.offer
+        while True:
+            run = await execution.attempt(placement.offer, placement.attempt_id, placement.epoch)
+            self._observe_first_token(run)
+            reserved = await self._next(run, first)
+            if reserved is None:
+                return await execution.conclude(run, prefill_due=await self._prefill_due(run))
+            offer, attempt_id = reserved
+            try:
+                await execution.pass_on(run, JobState.RUNNING)
+                leased = await self._services.writer.submit(Lease(self._job_id, self._lease_of(offer, attempt_id)))
+            except BaseException:
+                self._release(offer, attempt_id)
+                raise
+            if not leased.epoch:
+                self._release(offer, attempt_id)
+                log.warning("retry_refused", job=self._job_id.hex, reason=leased.reason)
+                return await execution.give_up(run)
+            placement = Placement(offer, attempt_id, leased.epoch)
+
+    async def _next(self, run: AttemptRun, first: OfferView) -> tuple[OfferView, UUID] | None:
+        """A slot for another attempt, or None where there may be none, or is none."""
+        assert run.ending is not None
+        if self._gone is not None or not moves_on(
+            run.ending, exposed=self._outlet.exposed, accepted=run.token_count > 0
+        ):
+            return None
+        self._excluded.add(run.offer.node_id)
+        if not self._may_retry(run.ending, first):
+            return None
+        attempt_id = new_id()
+        try:
+            return await self._reserve(attempt_id, first=first), attempt_id
+        except NoCapacity:
+            return None
+
+    def _may_retry(self, ending: Ending, first: OfferView) -> bool:
+        if ending is Ending.OWNER:
+            self._preemptions += 1
+            return self._preemptions < MAX_PREEMPTIONS
+        self._attempts += 1
+        if self._attempts >= MAX_ATTEMPTS:
+            return False
+        return self._services.retries.try_retry(first.variant_id, self._services.now())
+
+    async def _prefill_due(self, run: AttemptRun) -> bool:
+        """True if a client that left before its first token must pay the prefill that a node did for it."""
+        early = run.ending in (Ending.CANCELLED, Ending.SLOW_READER) and not self._outlet.delivered(run)
+        if not early:
+            return False
+        free = await self._services.cancels.is_free(self._caller.principal.key_id)
+        return not free and run.accepted
+
+    async def _abandon(self, execution: Execution) -> None:
+        """This gateway broke the request: end its attempt as our failure, so that no hold waits for the sweeper."""
+        run = execution.run
+        if run is None:
+            return
+        run.stop(Ending.PLATFORM)
+        try:
+            await execution.conclude(run)
+        except (LeaseLost, FallowError) as error:
+            log.warning("abandoned_attempt_left_to_sweeper", job=self._job_id.hex, error=repr(error))
+
+    # --- what the client sees -------------------------------------------------------------------------------------
+
+    @property
+    def _lowered(self) -> bool:
+        return self._max_output < self._measured.max_output_tokens
+
+    def _announce_cap(self) -> None:
+        if self._lowered:
+            self._outlet.headers.append((b"x-fallow-max-tokens", b"%d" % self._max_output))
+
+    def _observe_first_token(self, run: AttemptRun) -> None:
+        if run.first_token_at is not None:
+            self._services.metrics.ttft.observe(run.first_token_at - self._caller.arrived_at)
+
+    async def _show(self, settled: Settled) -> None:
+        if settled.outcome is Outcome.COMPLETE:
+            await self._finish(settled, settled.finish_reason)
+        elif settled.outcome is Outcome.DEADLINE and isinstance(self._outlet, JsonOutlet):
+            # What was paid for is handed over: a prefix of the answer, marked as cut.
+            await self._finish(settled, "length")
+        elif settled.outcome not in (Outcome.CANCELLED, Outcome.CANCELLED_EARLY, Outcome.SLOW_READER):
+            await self._outlet.fail(failure(settled.outcome, settled.code, settled.message))
+
+    async def _finish(self, settled: Settled, reason: str) -> None:
+        usage = self._usage(settled)
+        if isinstance(self._outlet, StreamOutlet):
+            await self._outlet.finish(reason, usage if self._measured.chat.include_usage else None)
+            return
+        await self._outlet.finish(
+            completion(
+                completion_id=self._caller.completion_id,
+                created=self._caller.created,
+                model=self._measured.chat.model,
+                pieces=settled.pieces,
+                finish_reason=reason,
+                usage=usage,
+            )
+        )
+
+    def _usage(self, settled: Settled) -> dict[str, Any]:
+        usage = usage_object(settled.tokens, settled.priced)
+        if self._lowered:
+            usage["output_cap"] = {"max_tokens": self._max_output, "reason": "balance"}
+        return usage

@@ -1,0 +1,148 @@
+"""Before anything is spent: how long the prompt is, how long the answer may be, and what that can cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+from marketplace.catalog.service import VariantView
+from marketplace.core.amounts import usd
+from marketplace.core.errors import BadRequest
+from marketplace.gateway.parse import ChatRequest
+from marketplace.gateway.prefixes import pack
+from marketplace.gateway.services import Services
+from marketplace.matching.rank import rank
+from marketplace.matching.types import Demand, OfferView, Ranked, Rates
+from marketplace.metering.pricing import price, worst_case
+from marketplace.metering.tokens import TokenCounts
+
+
+class ContextLengthExceeded(BadRequest):
+    """The prompt, or prompt and answer, do not fit any slot that serves the model."""
+
+    code = "context_length_exceeded"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A request with its size."""
+
+    chat: ChatRequest
+    variant: VariantView
+    prompt_tokens: int
+    prompt_packed: bytes
+    """The leading token ids, as gateway.prefixes compares them."""
+    max_output_tokens: int
+    client_bound: bool
+    """True if the client set the bound; else it is the model's default, which the balance may lower."""
+
+    def demand(
+        self,
+        organisation_id: UUID,
+        *,
+        ceiling: Rates | None = None,
+        excluded: frozenset[UUID] = frozenset(),
+        warm: frozenset[UUID] = frozenset(),
+        max_output_tokens: int | None = None,
+        interactive: bool = True,
+    ) -> Demand:
+        """What the matcher must find room for."""
+        return Demand(
+            variant_id=self.variant.id,
+            prompt_tokens=self.prompt_tokens,
+            max_output_tokens=max_output_tokens or self.max_output_tokens,
+            ceiling=ceiling,
+            organisation_id=organisation_id,
+            excluded_nodes=excluded,
+            interactive=interactive,
+            warm_prefix_nodes=warm,
+        )
+
+
+async def measure(services: Services, chat: ChatRequest) -> Measured:
+    """Resolve the model, count the prompt, bound the answer.
+
+    Raises UnknownModel (404) with the nearest names, and ContextLengthExceeded (400).
+    """
+    variant = services.catalog.resolve(chat.model)
+    counted = await variant.count_prompt_async(chat.messages, chat.tools)
+    context = _context(services, variant)
+    return Measured(
+        chat=chat,
+        variant=variant,
+        prompt_tokens=counted.tokens,
+        prompt_packed=pack(counted.ids),
+        max_output_tokens=_output_bound(chat.max_tokens, variant.default_max_output, counted.tokens, context),
+        client_bound=chat.max_tokens is not None,
+    )
+
+
+def _context(services: Services, variant: VariantView) -> int:
+    """Tokens of the largest slot that serves the variant now; without any, what the model was trained for."""
+    slots = [
+        offer.context_per_slot
+        for offer in services.fleet.view.offers(variant.id)
+        if services.rules.allow_simulated or not offer.simulated
+    ]
+    return max(slots, default=variant.training_context)
+
+
+def _output_bound(asked: int | None, default: int, prompt_tokens: int, context: int) -> int:
+    wanted = asked or 1
+    if prompt_tokens + wanted > context:
+        cure = "Shorten the messages or lower max_tokens." if asked else "Shorten the messages."
+        raise ContextLengthExceeded(
+            f"This model's slots hold {context} tokens, but the request needs {prompt_tokens + wanted}: "
+            f"{prompt_tokens} for the prompt and {'' if asked else 'at least '}{wanted} for the answer. {cure}",
+            param="messages",
+        )
+    return asked if asked is not None else min(default, context - prompt_tokens)
+
+
+def find(services: Services, measured: Measured, demand: Demand, offers: Sequence[OfferView] | None = None) -> Ranked:
+    """Rank what is offered now, breakers considered. `offers` narrows what is looked at."""
+    known = services.fleet.view.offers(measured.variant.id) if offers is None else offers
+    resting = services.breakers.resting((offer.node_id for offer in known), measured.variant.id, services.now())
+    return rank(known, demand, services.rng, rules=services.rules, resting=resting)
+
+
+def quote(measured: Measured, ranked: Ranked, offers: Sequence[OfferView]) -> dict[str, Any]:
+    """What POST /v1/quote answers: bounds over the offers that could run it now, or over all that are known."""
+    fitting = ranked.offers or offers
+    prompt, output = measured.prompt_tokens, measured.max_output_tokens
+    answer: dict[str, Any] = {
+        "object": "quote",
+        "model": measured.chat.model,
+        "prompt_tokens": prompt,
+        "max_output_tokens": output,
+        "max_output_is_default": not measured.client_bound,
+        "currency": "usd",
+        "rates_per_million_tokens": None,
+        "cost": None,
+        "capacity": {
+            "available": bool(ranked.offers),
+            "nodes": len({offer.node_id for offer in ranked.offers}),
+            "predicted_ttft_s": round(ranked.ttft_s[0], 3) if ranked.offers else None,
+            "refused": ranked.refusal.sentence() if not ranked.offers else None,
+        },
+    }
+    if fitting:
+        best = fitting[0].rates
+        answer["rates_per_million_tokens"] = {
+            "input": usd(best.input),
+            "cached_input": usd(best.cached_input),
+            "output": usd(best.output),
+        }
+        answer["cost"] = {
+            "at_least": usd(min(_least(offer.rates, prompt) for offer in fitting)),
+            "at_most": usd(max(worst_case(offer.rates, prompt, output) for offer in fitting)),
+        }
+    return answer
+
+
+def _least(rates: Rates, prompt_tokens: int) -> int:
+    """A prompt that is all but cached, and the shortest answer."""
+    cached = max(prompt_tokens - 1, 0) if rates.cached_input < rates.input else 0
+    return price(TokenCounts.of(prompt=prompt_tokens, cached=cached, output=0), rates, 0).gross_nano

@@ -1,0 +1,121 @@
+"""What every part of the gateway is handed: built once by the composition root, alive as long as the process."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+from uuid import UUID
+
+from marketplace.accounts.auth import Authenticator
+from marketplace.accounts.limits import Limiter
+from marketplace.catalog.service import Catalog
+from marketplace.core.database import SessionFactory
+from marketplace.core.errors import Unavailable
+from marketplace.core.logs import get_logger
+from marketplace.core.settings import Settings
+from marketplace.core.valkey import ValkeyPipe
+from marketplace.fleet.service import Fleet
+from marketplace.gateway.cancels import EarlyCancels
+from marketplace.gateway.metrics import GatewayMetrics
+from marketplace.gateway.prefixes import PrefixMemory
+from marketplace.gateway.pulse import Pulse
+from marketplace.jobs.hot import Refused
+from marketplace.jobs.states import Outcome
+from marketplace.jobs.writer import HotWriter
+from marketplace.matching.breakers import Breakers
+from marketplace.matching.rank import Rules
+from marketplace.matching.retries import RetryBudget
+
+log = get_logger(__name__)
+DRAINING_RETRY_S = 5
+
+
+class Draining(Unavailable):
+    """This gateway ends; another one will take the request."""
+
+    code = "gateway_draining"
+
+
+@dataclass(slots=True)
+class Services:
+    """One gateway's parts. Reached from FastAPI as `request.app.state.services`, from raw ASGI by construction.
+
+    - `catalog` resolves models and counts tokens; `authenticator` and `limiter` decide who may ask, and how much;
+    - `fleet` has the live view, the reservations and the links to nodes; `rules`, `breakers`, `retries` and `rng` feed
+      the pure matcher;
+    - `writer` makes the four durable statements of the hot path; `session_factory` is for everything else, in threads;
+    - `pulse` keeps the leases of running attempts.
+    """
+
+    settings: Settings
+    session_factory: SessionFactory
+    pipe: ValkeyPipe
+    catalog: Catalog
+    authenticator: Authenticator
+    limiter: Limiter
+    fleet: Fleet
+    writer: HotWriter
+    cancels: EarlyCancels
+    pulse: Pulse
+    rules: Rules
+    metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
+    prefixes: PrefixMemory = field(default_factory=PrefixMemory)
+    breakers: Breakers = field(default_factory=Breakers)
+    retries: RetryBudget = field(default_factory=RetryBudget)
+    rng: Random = field(default_factory=Random)
+    draining: bool = False
+    _background: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def require_open(self) -> None:
+        """Raise Draining once the gateway takes no more work."""
+        if self.draining:
+            raise Draining(
+                "This gateway is shutting down; send the request again.",
+                headers={"retry-after": str(DRAINING_RETRY_S)},
+            )
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run what nobody waits for. Its failure is logged."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._ended)
+
+    async def settle_background(self, timeout_s: float) -> None:
+        """Wait for such work, at most so long."""
+        if self._background:
+            await asyncio.wait(self._background, timeout=timeout_s)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("background_work_failed", error=repr(task.exception()))
+
+    def now(self) -> float:
+        """Monotonic seconds, for durations that this process measures."""
+        return time.monotonic()
+
+    def cache_scope(self, organisation_id: UUID, node_id: UUID) -> str:
+        """An opaque name for one renter at one node: stable over gateways, and not comparable between nodes."""
+        secret = self.settings.cluster_secret.get_secret_value().encode()
+        key = hashlib.sha256(b"fallow-cache-scope\0" + secret).digest()
+        return hashlib.blake2b(organisation_id.bytes + node_id.bytes, key=key, digest_size=12).hexdigest()
+
+    async def record_refusal(
+        self, *, request_id: str, organisation_id: UUID, endpoint: str, outcome: Outcome, code: str
+    ) -> None:
+        """Write the outcome row of a request that was never admitted. Raises Unavailable with the database away."""
+        self.metrics.outcomes.labels(endpoint, outcome.value).inc()
+        await self.writer.submit(
+            Refused(
+                request_id=request_id,
+                organisation_id=organisation_id,
+                endpoint=endpoint,
+                outcome=outcome.value,
+                code=code,
+            )
+        )
