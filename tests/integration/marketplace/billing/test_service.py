@@ -321,8 +321,9 @@ BREAK: Sequence[tuple[str, str]] = [
     ("update ledger_balances set held_nano = held_nano + 1", "balance_held"),
     (
         (
-            "insert into attempts (id, job_id, epoch, node_id, offer_id, gateway_id, price_id, input_nano_usd_per_mtok, "
-            "cached_input_nano_usd_per_mtok, output_nano_usd_per_mtok, lease_expires_at, state) "
+            "insert into attempts (id, job_id, epoch, node_id, offer_id, gateway_id, price_id, "
+            "input_nano_usd_per_mtok, cached_input_nano_usd_per_mtok, output_nano_usd_per_mtok, "
+            "lease_expires_at, state) "
             "select gen_random_uuid(), job_id, n, node_id, offer_id, gateway_id, price_id, 1, 1, 1, now(), 'ended' "
             "from attempts, generate_series(2, 4) n"
         ),
@@ -331,8 +332,9 @@ BREAK: Sequence[tuple[str, str]] = [
     (
         (
             "with failed as (update attempts set fault = 'node' returning *) "
-            "insert into attempts (id, job_id, epoch, node_id, offer_id, gateway_id, price_id, input_nano_usd_per_mtok, "
-            "cached_input_nano_usd_per_mtok, output_nano_usd_per_mtok, lease_expires_at, state) "
+            "insert into attempts (id, job_id, epoch, node_id, offer_id, gateway_id, price_id, "
+            "input_nano_usd_per_mtok, cached_input_nano_usd_per_mtok, output_nano_usd_per_mtok, "
+            "lease_expires_at, state) "
             "select gen_random_uuid(), job_id, 2, node_id, offer_id, gateway_id, price_id, 1, 1, 1, now(), 'ended' "
             "from failed"
         ),
