@@ -61,8 +61,13 @@ class TrialBalance:
         return dict(totals)
 
     @property
+    def sum_nano(self) -> int:
+        """How far the books are off, over all currencies: zero, or something is broken."""
+        return sum(abs(debits - credits_) for debits, credits_ in self.totals.values())
+
+    @property
     def balanced(self) -> bool:
-        return all(debits == credits_ for debits, credits_ in self.totals.values())
+        return self.sum_nano == 0
 
 
 def balance(session: Session, account_id: int, as_of: datetime | None = None) -> Money:

@@ -8,6 +8,7 @@ from functools import reduce
 from operator import add
 from uuid import UUID
 
+import ledger
 from marketplace.finance.period import Period
 from marketplace.finance.statement import Tokens
 from marketplace.matching.types import Rates
@@ -26,18 +27,27 @@ class Amounts:
     def total_nano(self) -> int:
         return self.input_uncached_nano + self.input_cached_nano + self.output_visible_nano + self.output_reasoning_nano
 
-    def __add__(self, other: Amounts) -> Amounts:
-        return Amounts(
-            self.input_uncached_nano + other.input_uncached_nano,
-            self.input_cached_nano + other.input_cached_nano,
-            self.output_visible_nano + other.output_visible_nano,
-            self.output_reasoning_nano + other.output_reasoning_nano,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class BillLine:
-    """Jobs of one model at one price."""
+    """One lever: tokens of one class, at one price. What is charged is rounded once a job, so amount is within half a
+    nano a job of tokens x rate."""
+
+    model_id: str
+    lever: str
+    tokens: int
+    rate_nano_usd_per_mtok: int
+    amount_nano: int
+
+    @property
+    def rate_usd(self) -> str:
+        """USD per million tokens, a decimal string."""
+        return ledger.format_nano(self.rate_nano_usd_per_mtok)
+
+
+@dataclass(frozen=True, slots=True)
+class PricedUse:
+    """Jobs of one model at one version of its price."""
 
     model_id: str
     price_id: int
@@ -45,6 +55,19 @@ class BillLine:
     jobs: int
     tokens: Tokens
     amounts: Amounts
+
+    @property
+    def lines(self) -> tuple[BillLine, ...]:
+        """Input, cached input and output; reasoning apart where there was any."""
+        tokens, amounts, rates = self.tokens, self.amounts, self.rates
+        levers = [
+            ("input", tokens.input_uncached, rates.input, amounts.input_uncached_nano),
+            ("input, cached", tokens.input_cached, rates.cached_input, amounts.input_cached_nano),
+            ("output", tokens.output_visible, rates.output, amounts.output_visible_nano),
+        ]
+        if tokens.output_reasoning:
+            levers.append(("output, reasoning", tokens.output_reasoning, rates.output, amounts.output_reasoning_nano))
+        return tuple(BillLine(self.model_id, *lever) for lever in levers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +77,7 @@ class RenterBill:
     organisation_id: UUID
     organisation_name: str
     period: Period
-    lines: tuple[BillLine, ...]
+    uses: tuple[PricedUse, ...]
     outcomes: Mapping[str, int]
     """How requests ended, free ones and refusals among them: outcome -> count."""
     waived_jobs: int
@@ -68,17 +91,19 @@ class RenterBill:
     closing_nano: int
 
     @property
+    def lines(self) -> tuple[BillLine, ...]:
+        """Every lever of every model and price."""
+        return tuple(line for use in self.uses for line in use.lines)
+
+    @property
     def tokens(self) -> Tokens:
-        return reduce(add, (line.tokens for line in self.lines), Tokens())
+        return reduce(add, (use.tokens for use in self.uses), Tokens())
 
     @property
-    def amounts(self) -> Amounts:
-        return reduce(add, (line.amounts for line in self.lines), Amounts())
+    def requests(self) -> int:
+        """Requests that delivered something to charge."""
+        return sum(use.jobs for use in self.uses)
 
     @property
-    def jobs(self) -> int:
-        return sum(line.jobs for line in self.lines)
-
-    @property
-    def charge_nano(self) -> int:
-        return self.amounts.total_nano
+    def total_nano(self) -> int:
+        return sum(use.amounts.total_nano for use in self.uses)

@@ -190,6 +190,19 @@ def charged_in(session: Session, organisation_id: UUID, journals: Select[int]) -
     return int(session.scalar(total) or 0)
 
 
+def last_receipt(session: Session, organisation_id: UUID, outcome: str | None) -> Receipt | None:
+    """The newest receipt of a renter, of this outcome if given."""
+    query = select(Receipt).where(Receipt.renter_organisation_id == organisation_id)
+    if outcome is not None:
+        query = query.where(Receipt.outcome == outcome)
+    return session.scalars(query.order_by(Receipt.at.desc(), Receipt.id.desc()).limit(1)).one_or_none()
+
+
+def unsettled_receipts(session: Session) -> int:
+    """Receipts that wait for settlement."""
+    return session.scalar(select(func.count()).where(Receipt.journal_id.is_(None))) or 0
+
+
 def outcome_counts(session: Session, organisation_id: UUID, period: Period) -> dict[str, int]:
     """How a renter's requests ended: outcome -> count."""
     rows = session.execute(

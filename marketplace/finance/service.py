@@ -17,7 +17,7 @@ from marketplace.accounts.models import Organisation
 from marketplace.core.database import SessionFactory
 from marketplace.core.errors import NotFound
 from marketplace.finance import export, repository
-from marketplace.finance.bill import Amounts, BillLine, RenterBill
+from marketplace.finance.bill import Amounts, PricedUse, RenterBill
 from marketplace.finance.period import Period
 from marketplace.finance.statement import (
     AccountMovement,
@@ -28,8 +28,23 @@ from marketplace.finance.statement import (
     Usage,
     YieldStatement,
 )
+from marketplace.finance.summary import summary
 from marketplace.matching.types import Rates
 from marketplace.metering.models import Receipt
+
+__all__ = [
+    "UnknownOrganisation",
+    "check",
+    "last_receipt",
+    "renter_bill",
+    "snapshot",
+    "summary",
+    "trial_balance",
+    "unsettled_receipts",
+    "write_csv",
+    "write_receipts_csv",
+    "yield_statement",
+]
 
 DeviceKey = tuple[UUID, str]
 
@@ -71,7 +86,7 @@ def renter_bill(
         organisation_id=organisation_id,
         organisation_name=organisation.name,
         period=period,
-        lines=tuple(_bill_line(row) for row in repository.bill_sums(session, organisation_id, period)),
+        uses=tuple(_priced_use(row) for row in repository.bill_sums(session, organisation_id, period)),
         outcomes=repository.outcome_counts(session, organisation_id, period),
         waived_jobs=waived_jobs,
         waived_nano=waived_nano,
@@ -90,6 +105,16 @@ def trial_balance(session: Session, as_of: datetime | None = None) -> ledger.Tri
 def check(session: Session) -> list[str]:
     """What is wrong with the books, a sentence each; none when they are in order."""
     return [f"{problem.rule}: {problem.story}" for problem in ledger.check(session)]
+
+
+def last_receipt(session: Session, organisation_id: UUID, *, outcome: str | None = None) -> Receipt | None:
+    """The newest receipt of a renter, of this outcome if given."""
+    return repository.last_receipt(session, organisation_id, outcome)
+
+
+def unsettled_receipts(session: Session) -> int:
+    """Receipts that wait for settlement."""
+    return repository.unsettled_receipts(session)
 
 
 def write_csv(statement: YieldStatement, path: Path | str) -> Path:
@@ -213,8 +238,8 @@ def _balances(session: Session, account_id: int | None, period: Period) -> tuple
     return opening.nano, ledger.balance(session, account_id, as_of=period.end).nano
 
 
-def _bill_line(row: Row[Any]) -> BillLine:
-    return BillLine(
+def _priced_use(row: Row[Any]) -> PricedUse:
+    return PricedUse(
         model_id=row.model_id,
         price_id=row.price_id,
         rates=Rates(
