@@ -49,12 +49,13 @@ def empty_outbox(factory: SessionFactory, send: TaskSender) -> int:
 
 
 class OutboxPump:
-    """A thread that empties the outbox when woken. A failure is logged and left to the timer of the worker."""
+    """A thread that empties the outbox when woken. A failure is logged and left to the timers of the worker."""
 
     def __init__(self, factory: SessionFactory, send: TaskSender) -> None:
         self._factory = factory
         self._send = send
         self._wanted = threading.Event()
+        self._nudges: set[str] = set()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -65,6 +66,12 @@ class OutboxPump:
 
     def wake(self) -> None:
         """A row was committed. Returns at once; any thread."""
+        self._wanted.set()
+
+    def nudge(self, task: str) -> None:
+        """Send a task that needs no row, since its timer does the same a little later: a slot came free. Returns at
+        once; any thread."""
+        self._nudges.add(task)
         self._wanted.set()
 
     def stop(self) -> None:
@@ -81,7 +88,12 @@ class OutboxPump:
             if self._stopping.is_set():
                 return
             try:
+                self._send_nudges()
                 empty_outbox(self._factory, self._send)
             except (SQLAlchemyError, *BROKER_ERRORS) as error:
                 log.warning("outbox_waits", error=str(error))
             self._stopping.wait(PAUSE_S)
+
+    def _send_nudges(self) -> None:
+        while self._nudges:
+            self._send(self._nudges.pop(), [])

@@ -17,6 +17,7 @@ from marketplace.catalog.service import Catalog
 from marketplace.core.database import SessionFactory
 from marketplace.core.errors import Unavailable
 from marketplace.core.logs import get_logger
+from marketplace.core.pump import OutboxPump
 from marketplace.core.settings import Settings
 from marketplace.core.valkey import ValkeyPipe
 from marketplace.fleet.service import Fleet
@@ -68,6 +69,8 @@ class Services:
     breakers: Breakers = field(default_factory=Breakers)
     retries: RetryBudget = field(default_factory=RetryBudget)
     rng: Random = field(default_factory=Random)
+    pump: OutboxPump | None = None
+    """Sends committed nudges to the broker at once; without it the worker's timer does, a second later."""
     draining: bool = False
     _background: set[asyncio.Task[None]] = field(default_factory=set)
 

@@ -9,8 +9,9 @@ from typing import Final
 from uuid import UUID
 
 from marketplace.core.database import SessionFactory
-from marketplace.core.errors import Conflict, NotFound
-from marketplace.core.ids import new_id, show
+from marketplace.core.errors import Conflict, FallowError, NotFound
+from marketplace.core.ids import show
+from marketplace.core.logs import get_logger
 from marketplace.jobs import endings, repository
 from marketplace.jobs.hot import Admit
 from marketplace.jobs.repository import JobView
@@ -19,8 +20,11 @@ from marketplace.jobs.sweeping import close_waiting
 from marketplace.jobs.writer import HotWriter
 from marketplace.metering.pricing import Rates, affordable_output, worst_case
 
+log = get_logger(__name__)
 MAX_TRIES: Final = 3
 """Times that something is tried again because the balance, or the job, moved meanwhile."""
+WITHDRAW_TRIES: Final = 6
+WITHDRAW_PAUSE_S: Final = 2.0
 CANCELLED: Final = frozenset({Outcome.CANCELLED.value, Outcome.CANCELLED_EARLY.value})
 
 
@@ -41,6 +45,7 @@ class JobBusy(Conflict):
 class Order:
     """A job as its renter asks for it, checked and counted."""
 
+    job_id: UUID
     organisation_id: UUID
     key_id: UUID
     credit_account_id: int
@@ -80,15 +85,14 @@ class Shortfall:
 async def accept(writer: HotWriter, order: Order, *, hold_margin_s: float) -> Accepted | Shortfall:
     """Hold the worst case at the job's own maximum price, and queue it, in one durable statement.
 
-    Raises Unavailable if the database does not answer.
+    Raises Unavailable if the database does not answer; the job may have been written all the same (see `withdraw`).
     """
-    job_id = new_id()
     bound = order.max_output_tokens
     for _ in range(MAX_TRIES):
         needed_nano = worst_case(order.ceiling, order.prompt_tokens, bound)
-        admitted = await writer.submit(_admission(order, job_id, bound, needed_nano, hold_margin_s))
+        admitted = await writer.submit(_admission(order, bound, needed_nano, hold_margin_s))
         if admitted.ok:
-            return Accepted(job_id, bound, bound < order.max_output_tokens, needed_nano)
+            return Accepted(order.job_id, bound, bound < order.max_output_tokens, needed_nano)
         affordable = affordable_output(order.ceiling, order.prompt_tokens, admitted.available_nano)
         shortfall = Shortfall(needed_nano, admitted.available_nano, affordable)
         if order.bound_asked or affordable < 1:
@@ -97,9 +101,9 @@ async def accept(writer: HotWriter, order: Order, *, hold_margin_s: float) -> Ac
     return shortfall
 
 
-def _admission(order: Order, job_id: UUID, bound: int, hold_nano: int, hold_margin_s: float) -> Admit:
+def _admission(order: Order, bound: int, hold_nano: int, hold_margin_s: float) -> Admit:
     return Admit(
-        job_id=job_id,
+        job_id=order.job_id,
         organisation_id=order.organisation_id,
         key_id=order.key_id,
         credit_account_id=order.credit_account_id,
@@ -116,6 +120,19 @@ def _admission(order: Order, job_id: UUID, bound: int, hold_nano: int, hold_marg
         deadline_s=order.deadline_s,
         attempt=None,
     )
+
+
+async def withdraw(writer: HotWriter, job_id: UUID) -> None:
+    """Void a job whose acceptance could not be confirmed, should it have been written. Gives up after WITHDRAW_TRIES:
+    the job then runs, or ends at its deadline."""
+    for _ in range(WITHDRAW_TRIES):
+        try:
+            await writer.submit(close_waiting(job_id, endings.unwanted()))
+        except FallowError:
+            await asyncio.sleep(WITHDRAW_PAUSE_S)
+        else:
+            return
+    log.warning("withdrawal_given_up", job=job_id.hex)
 
 
 def get(factory: SessionFactory, organisation_id: UUID, job_id: UUID) -> JobView:

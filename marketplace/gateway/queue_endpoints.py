@@ -1,0 +1,263 @@
+"""Jobs that can wait: POST /v1/jobs, GET /v1/jobs, GET /v1/jobs/{id}, and their cancelling."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Final, Literal
+from uuid import UUID
+
+from fastapi import APIRouter, Query, Request, Response
+from msgspec import Meta, Struct
+
+from marketplace.accounts.auth import Principal
+from marketplace.core import ids
+from marketplace.core.amounts import nano_per_mtok
+from marketplace.core.errors import BadRequest, FallowError
+from marketplace.core.logs import get_logger
+from marketplace.gateway.chat import refusal_outcome
+from marketplace.gateway.failures import InsufficientBalance
+from marketplace.gateway.http import read_body
+from marketplace.gateway.parse import OFFLOAD_BYTES, ChatBody, ChatRequest, InvalidBody, decode_strict, to_request
+from marketplace.gateway.quote import Measured, measure
+from marketplace.gateway.services import Services
+from marketplace.jobs import service
+from marketplace.jobs.repository import JobView
+from marketplace.jobs.schemas import STATES, JobList, JobObject, job_list, job_object
+from marketplace.jobs.service import Accepted, Order, Shortfall
+from marketplace.jobs.sweeping import JOBS_ENDPOINT
+from marketplace.matching.types import Rates
+from marketplace.metering.pricing import worst_case
+
+log = get_logger(__name__)
+DEFAULT_DEADLINE_S: Final = 3_600
+MAX_DEADLINE_S: Final = 7 * 86_400
+MAX_PAGE: Final = 100
+
+
+class MaxPriceNeeded(BadRequest):
+    """Nothing is offered now from which a maximum price could be taken."""
+
+    code = "max_price_needed"
+
+
+class MaxPrice(Struct, frozen=True, forbid_unknown_fields=True):
+    """The most that the job may cost, in USD per million tokens, as decimal strings."""
+
+    input: str
+    output: str
+    cached_input: str | None = None
+    """By default as `input`."""
+
+
+class Submission(Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /v1/jobs."""
+
+    request: ChatBody
+    deadline_s: Annotated[int, Meta(ge=1, le=MAX_DEADLINE_S)] = DEFAULT_DEADLINE_S
+    """From acceptance; a job that has not ended by then ends."""
+    max_price: MaxPrice | None = None
+    """By default the dearest that is offered now."""
+
+
+router = APIRouter(prefix=JOBS_ENDPOINT, tags=["jobs"])
+
+
+@router.post("", status_code=202)
+async def submit(request: Request, response: Response) -> JobObject:
+    """Accept a job: its worst case is held at its maximum price, and it waits for idle capacity."""
+    services = _services(request)
+    services.require_open()
+    principal = await _renter(request)
+    submission, chat = await _read(request, services.settings.body_limit_bytes)
+    try:
+        limits = await services.limiter.acquire(principal)
+        try:
+            accepted = await _accept(services, principal, _request_id(request), submission, chat)
+        finally:
+            services.in_background(services.limiter.release(limits))
+    except FallowError as error:
+        await _record_refusal(services, principal, _request_id(request), error)
+        raise
+    except Exception:
+        # Whatever broke, the request gets its outcome; the application's own edge answers.
+        await _record_refusal(services, principal, _request_id(request), FallowError("Something broke on our side."))
+        raise
+    if services.pump is not None:
+        services.pump.wake()
+    response.headers.update(limits.headers())
+    if accepted.lowered:
+        response.headers["x-fallow-max-tokens"] = str(accepted.max_output_tokens)
+    view = await _find(services, principal, accepted.job_id)
+    return _show(services, view)
+
+
+@router.get("")
+async def list_jobs(
+    request: Request,
+    status: Annotated[Literal["queued", "running", "ended"] | None, Query()] = None,
+    after: Annotated[str | None, Query(max_length=80)] = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 20,
+) -> JobList:
+    """The organisation's jobs, newest first, without their results."""
+    services = _services(request)
+    principal = await _renter(request)
+    views, more = await asyncio.to_thread(
+        service.page,
+        services.session_factory,
+        principal.organisation_id,
+        after=ids.parse("job", after) if after is not None else None,
+        states=STATES[status] if status is not None else (),
+        limit=limit,
+    )
+    return job_list(views, [_model_of(services, view) for view in views], has_more=more)
+
+
+@router.get("/{job_id}")
+async def show(request: Request, job_id: str) -> JobObject:
+    """One job, with its result once it has one."""
+    services = _services(request)
+    principal = await _renter(request)
+    return _show(services, await _find(services, principal, ids.parse("job", job_id)))
+
+
+@router.post("/{job_id}/cancel")
+@router.delete("/{job_id}")
+async def cancel(request: Request, job_id: str) -> JobObject:
+    """End a waiting job at once and for free; stop a running one, which pays for what was delivered."""
+    services = _services(request)
+    principal = await _renter(request)
+    view = await service.cancel(
+        services.session_factory, services.writer, principal.organisation_id, ids.parse("job", job_id)
+    )
+    return _show(services, view)
+
+
+async def _accept(
+    services: Services, principal: Principal, request_id: str, submission: Submission, chat: ChatRequest
+) -> Accepted:
+    measured = await measure(services, chat)
+    ceiling = _ceiling(services, measured, submission.max_price)
+    account_id = principal.credit_account_id
+    if account_id is None:
+        needed_nano = worst_case(ceiling, measured.prompt_tokens, measured.max_output_tokens)
+        raise InsufficientBalance(needed_nano=needed_nano, available_nano=0, affordable_output_tokens=0)
+    order = Order(
+        job_id=ids.new_id(),
+        organisation_id=principal.organisation_id,
+        key_id=principal.key_id,
+        credit_account_id=account_id,
+        request_id=request_id,
+        variant_id=measured.variant.id,
+        body=measured.chat.engine_body,
+        prompt_tokens=measured.prompt_tokens,
+        max_output_tokens=measured.max_output_tokens,
+        bound_asked=measured.client_bound,
+        ceiling=ceiling,
+        deadline_s=submission.deadline_s,
+    )
+    answer = await _hold(services, order)
+    if isinstance(answer, Shortfall):
+        raise InsufficientBalance(
+            needed_nano=answer.needed_nano,
+            available_nano=answer.available_nano,
+            affordable_output_tokens=min(answer.affordable_output_tokens, measured.max_output_tokens),
+        )
+    return answer
+
+
+async def _hold(services: Services, order: Order) -> Accepted | Shortfall:
+    try:
+        return await service.accept(services.writer, order, hold_margin_s=services.settings.hold_margin_s)
+    except BaseException:
+        # It may have been written although nobody could say so: the client will send it again, so it must not run.
+        services.in_background(service.withdraw(services.writer, order.job_id))
+        raise
+
+
+def _ceiling(services: Services, measured: Measured, asked: MaxPrice | None) -> Rates:
+    """What the job may cost at most, class by class. Raises InvalidBody and MaxPriceNeeded."""
+    if asked is not None:
+        input_ = _rate("max_price.input", asked.input)
+        cached = _rate("max_price.cached_input", asked.cached_input) if asked.cached_input is not None else input_
+        return Rates(input=input_, cached_input=cached, output=_rate("max_price.output", asked.output))
+    offers = [
+        offer.rates
+        for offer in services.fleet.view.offers(measured.variant.id)
+        if services.rules.allow_simulated or not offer.simulated
+    ]
+    if not offers:
+        raise MaxPriceNeeded(
+            "No node offers this model now, so there is no price to go by. Say `max_price`, and the job will wait.",
+            param="max_price",
+        )
+    return Rates(
+        input=max(rates.input for rates in offers),
+        cached_input=max(rates.cached_input for rates in offers),
+        output=max(rates.output for rates in offers),
+    )
+
+
+def _rate(field: str, text: str) -> int:
+    try:
+        return nano_per_mtok(text)
+    except ValueError as error:
+        raise InvalidBody(f"`{field}`: {error}.", param=field) from None
+
+
+async def _read(request: Request, limit_bytes: int) -> tuple[Submission, ChatRequest]:
+    body = await read_body(request.scope, request.receive, limit_bytes)
+    if len(body) > OFFLOAD_BYTES:
+        return await asyncio.to_thread(_parse, body)
+    return _parse(body)
+
+
+def _parse(body: bytes) -> tuple[Submission, ChatRequest]:
+    submission = decode_strict(body, Submission)
+    chat = to_request(submission.request)
+    if chat.stream:
+        raise InvalidBody("A job's answer is fetched, not streamed: leave `stream` out.", param="request.stream")
+    return submission, chat
+
+
+async def _record_refusal(services: Services, principal: Principal, request_id: str, error: FallowError) -> None:
+    """Write the outcome row of a request that was parsed and not admitted. Never raises for the database's sake."""
+    services.metrics.http_errors.labels(error.code).inc()
+    try:
+        await services.record_refusal(
+            request_id=request_id,
+            organisation_id=principal.organisation_id,
+            endpoint=JOBS_ENDPOINT,
+            outcome=refusal_outcome(error),
+            code=error.code,
+        )
+    except FallowError:
+        log.warning("outcome_not_recorded", request_id=request_id, code=error.code)
+
+
+async def _renter(request: Request) -> Principal:
+    principal = await _services(request).authenticator.authenticate(request.headers.get("authorization"))
+    principal.require("renter")
+    return principal
+
+
+async def _find(services: Services, principal: Principal, job_id: UUID) -> JobView:
+    return await asyncio.to_thread(service.get, services.session_factory, principal.organisation_id, job_id)
+
+
+def _show(services: Services, view: JobView) -> JobObject:
+    return job_object(view, _model_of(services, view))
+
+
+def _model_of(services: Services, view: JobView) -> str:
+    variant = services.catalog.by_id(view.job.variant_id)
+    return variant.model_id if variant is not None else ""
+
+
+def _services(request: Request) -> Services:
+    services: Services = request.app.state.services
+    return services
+
+
+def _request_id(request: Request) -> str:
+    request_id: str = request.state.request_id
+    return request_id
