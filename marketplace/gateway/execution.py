@@ -166,7 +166,7 @@ class Execution:
             run.reported = True
 
     def _judge_node(self, run: AttemptRun) -> None:
-        breakers, node_id = self._services.breakers, run.offer.node_id
+        breakers, node_id = self._services.fleet.breakers, run.offer.node_id
         if run.ending is Ending.FINISHED:
             breakers.succeeded(node_id, self.work.variant.id)
         elif run.ending is not None and FAULTS.get(run.ending) == "node":

@@ -113,7 +113,7 @@ class Interactive:
                 raise
             if admitted.ok:
                 self.admitted = True
-                self._services.retries.request(offer.variant_id, self._services.now())
+                self._services.fleet.retries.request(offer.variant_id, self._services.now())
                 return Placement(offer, attempt_id, 1)
             self._release(offer, attempt_id)
             self._afford(offer, admitted.available_nano)
@@ -288,7 +288,7 @@ class Interactive:
         self._attempts += 1
         if self._attempts >= MAX_ATTEMPTS:
             return False
-        return self._services.retries.try_retry(first.variant_id, self._services.now())
+        return self._services.fleet.retries.try_retry(first.variant_id, self._services.now())
 
     async def _prefill_due(self, run: AttemptRun) -> bool:
         """True if a client that left before its first token must pay the prefill that a node did for it."""

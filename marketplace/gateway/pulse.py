@@ -52,6 +52,10 @@ class Beating(Protocol):
 
     run: AttemptRun | None
 
+    def stop(self, ending: Ending) -> None:
+        """End it."""
+        ...
+
     def tick(self, now: float) -> None:
         """Look at the clock. Called every TICK_S; must not block."""
         ...
@@ -68,6 +72,8 @@ class Pulse:
         self._slots = slots
         self._beating: set[Beating] = set()
         self._tasks: list[asyncio.Task[None]] = []
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @property
     def reservation_s(self) -> float:
@@ -75,9 +81,21 @@ class Pulse:
         return self._lease_s * RESERVATION_LEASES
 
     @property
-    def active(self) -> set[Beating]:
-        """What runs now."""
-        return self._beating
+    def active(self) -> int:
+        """How many executions run now."""
+        return len(self._beating)
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until nothing runs, at most so long; False if something still does."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        return not self._beating
+
+    def stop_all(self, ending: Ending) -> None:
+        """End everything that runs."""
+        for execution in list(self._beating):
+            execution.stop(ending)
 
     def start(self) -> None:
         """Begin to beat."""
@@ -100,10 +118,13 @@ class Pulse:
     def join(self, execution: Beating) -> None:
         """Watch an execution from now on."""
         self._beating.add(execution)
+        self._idle.clear()
 
     def leave(self, execution: Beating) -> None:
         """It ended."""
         self._beating.discard(execution)
+        if not self._beating:
+            self._idle.set()
 
     async def _every(self, period_s: float, beat: Callable[[], Awaitable[None]]) -> None:
         loop = asyncio.get_running_loop()

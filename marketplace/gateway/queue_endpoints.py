@@ -183,7 +183,7 @@ def _ceiling(services: Services, measured: Measured, asked: MaxPrice | None) -> 
     offers = [
         offer.rates
         for offer in services.fleet.view.offers(measured.variant.id)
-        if services.rules.allow_simulated or not offer.simulated
+        if services.fleet.rules.allow_simulated or not offer.simulated
     ]
     if not offers:
         raise MaxPriceNeeded(
@@ -221,7 +221,6 @@ def _parse(body: bytes) -> tuple[Submission, ChatRequest]:
 
 async def _record_refusal(services: Services, principal: Principal, request_id: str, error: FallowError) -> None:
     """Write the outcome row of a request that was parsed and not admitted. Never raises for the database's sake."""
-    services.metrics.http_errors.labels(error.code).inc()
     try:
         await services.record_refusal(
             request_id=request_id,

@@ -84,7 +84,7 @@ def _context(services: Services, variant: VariantView) -> int:
     slots = [
         offer.context_per_slot
         for offer in services.fleet.view.offers(variant.id)
-        if services.rules.allow_simulated or not offer.simulated
+        if services.fleet.rules.allow_simulated or not offer.simulated
     ]
     return max(slots, default=variant.training_context)
 
@@ -104,8 +104,8 @@ def _output_bound(asked: int | None, default: int, prompt_tokens: int, context: 
 def find(services: Services, measured: Measured, demand: Demand, offers: Sequence[OfferView] | None = None) -> Ranked:
     """Rank what is offered now, breakers considered. `offers` narrows what is looked at."""
     known = services.fleet.view.offers(measured.variant.id) if offers is None else offers
-    resting = services.breakers.resting((offer.node_id for offer in known), measured.variant.id, services.now())
-    return rank(known, demand, services.rng, rules=services.rules, resting=resting)
+    resting = services.fleet.breakers.resting((offer.node_id for offer in known), measured.variant.id, services.now())
+    return rank(known, demand, services.rng, rules=services.fleet.rules, resting=resting)
 
 
 def quote(measured: Measured, ranked: Ranked, offers: Sequence[OfferView]) -> dict[str, Any]:

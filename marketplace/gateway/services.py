@@ -28,9 +28,6 @@ from marketplace.gateway.pulse import Pulse
 from marketplace.jobs.hot import Refused
 from marketplace.jobs.states import Outcome
 from marketplace.jobs.writer import HotWriter
-from marketplace.matching.breakers import Breakers
-from marketplace.matching.rank import Rules
-from marketplace.matching.retries import RetryBudget
 
 log = get_logger(__name__)
 DRAINING_RETRY_S = 5
@@ -47,8 +44,7 @@ class Services:
     """One gateway's parts. Reached from FastAPI as `request.app.state.services`, from raw ASGI by construction.
 
     - `catalog` resolves models and counts tokens; `authenticator` and `limiter` decide who may ask, and how much;
-    - `fleet` has the live view, the reservations and the links to nodes; `rules`, `breakers`, `retries` and `rng` feed
-      the pure matcher;
+    - `fleet` has the live view, the reservations, the links to nodes, and what feeds the pure matcher;
     - `writer` makes the four durable statements of the hot path; `session_factory` is for everything else, in threads;
     - `pulse` keeps the leases of running attempts.
     """
@@ -63,11 +59,8 @@ class Services:
     writer: HotWriter
     cancels: EarlyCancels
     pulse: Pulse
-    rules: Rules
     metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
     prefixes: PrefixMemory = field(default_factory=PrefixMemory)
-    breakers: Breakers = field(default_factory=Breakers)
-    retries: RetryBudget = field(default_factory=RetryBudget)
     rng: Random = field(default_factory=Random)
     pump: OutboxPump | None = None
     """Sends committed nudges to the broker at once; without it the worker's timer does, a second later."""

@@ -1,0 +1,150 @@
+"""Composition root of a gateway: settings in, one ASGI application out."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from agent.protocol import SOCKET_PATH
+from marketplace.accounts.auth import Authenticator
+from marketplace.accounts.limits import Limiter
+from marketplace.catalog.service import Catalog
+from marketplace.core.celery import make_celery, sender
+from marketplace.core.database import make_engine, make_session_factory
+from marketplace.core.logs import get_logger
+from marketplace.core.pump import OutboxPump
+from marketplace.core.settings import Settings
+from marketplace.core.valkey import ValkeyPipe, connect_async
+from marketplace.fleet.service import Fleet
+from marketplace.fleet.wire import LINK_PATH
+from marketplace.gateway import chat, endpoints, queue_endpoints
+from marketplace.gateway.api import Bounded, make_api
+from marketplace.gateway.cancels import EarlyCancels
+from marketplace.gateway.chat import ChatApp
+from marketplace.gateway.http import Receive, Scope, Send
+from marketplace.gateway.outcomes import Ending
+from marketplace.gateway.pulse import Pulse
+from marketplace.gateway.queue_runner import QueueRunner
+from marketplace.gateway.services import Services
+from marketplace.jobs.writer import HotWriter
+
+log = get_logger(__name__)
+LAST_WORDS_S = 10.0
+"""After draining, attempts that still run are ended as our failure; writing that may take so long."""
+
+
+def create_app(settings: Settings) -> Gateway:
+    """Build a gateway. Nothing is connected before its lifespan begins."""
+    engine = make_engine(settings, application_name=f"fallow-{settings.gateway_id}")
+    session_factory = make_session_factory(engine)
+    pipe = ValkeyPipe(connect_async(settings.valkey_url))
+    catalog = Catalog(session_factory)
+    fleet = Fleet(settings, session_factory, catalog, pipe)
+    writer = HotWriter(settings.database_url)
+    services = Services(
+        settings=settings,
+        session_factory=session_factory,
+        pipe=pipe,
+        catalog=catalog,
+        authenticator=Authenticator(session_factory),
+        limiter=Limiter(pipe),
+        fleet=fleet,
+        writer=writer,
+        cancels=EarlyCancels(pipe, free_per_hour=settings.free_prefill_cancels_per_hour),
+        pulse=Pulse(settings, writer, fleet.links, fleet.reservations),
+        pump=OutboxPump(session_factory, sender(make_celery(settings))),
+    )
+    return Gateway(services)
+
+
+class Gateway:
+    """The ASGI application. Hot paths are raw ASGI, the rest is FastAPI."""
+
+    def __init__(self, services: Services) -> None:
+        self.services = services
+        self._chat = ChatApp(services)
+        routers = (endpoints.router, endpoints.operations, queue_endpoints.router, services.fleet.router)
+        self._api = Bounded(make_api(services, routers), services.settings.body_limit_bytes)
+        self._sockets: dict[str, Any] = {
+            SOCKET_PATH: services.fleet.agent_socket,
+            LINK_PATH: services.fleet.peer_socket,
+        }
+        self._queue: QueueRunner | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        kind = scope["type"]
+        if kind == "http":
+            if scope["path"] == chat.PATH:
+                await self._chat(scope, receive, send)
+            else:
+                await self._api(scope, receive, send)
+        elif kind == "websocket":
+            socket = self._sockets.get(scope["path"])
+            if socket is None:
+                await receive()
+                await send({"type": "websocket.close", "code": 4404})
+            else:
+                await socket(scope, receive, send)
+        elif kind == "lifespan":
+            await self._lifespan(receive, send)
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Connect and begin. Raises what the database raises if it is away."""
+        services = self.services
+        services.writer.start()
+        await services.catalog.start()
+        await services.fleet.start()
+        services.pulse.start()
+        if services.pump is not None:
+            services.pump.start()
+        self._queue = QueueRunner(services)
+        self._queue.start()
+        log.info("gateway_started", gateway=services.settings.gateway_id, models=len(services.catalog.all()))
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new, and let what runs end, for at most so long."""
+        services = self.services
+        services.draining = True
+        await services.fleet.drain()
+        if self._queue is not None:
+            await self._queue.quiesce()
+        await services.pulse.wait_idle(timeout_s)
+
+    async def stop(self) -> None:
+        """End what still runs as our failure, write what is left, and disconnect."""
+        services = self.services
+        services.draining = True
+        if self._queue is not None:
+            await self._queue.stop()
+        services.pulse.stop_all(Ending.PLATFORM)
+        await services.pulse.wait_idle(LAST_WORDS_S)
+        await services.settle_background(LAST_WORDS_S)
+        await services.pulse.stop()
+        await services.fleet.stop()
+        await services.limiter.close()
+        await services.catalog.stop()
+        await asyncio.to_thread(services.writer.stop)
+        if services.pump is not None:
+            await asyncio.to_thread(services.pump.stop)
+        await services.pipe.close()
+        services.session_factory.kw["bind"].dispose()
+        log.info("gateway_stopped", gateway=services.settings.gateway_id)
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        while True:
+            message = await receive()
+            try:
+                if message["type"] == "lifespan.startup":
+                    await self.start()
+                    await send({"type": "lifespan.startup.complete"})
+                else:
+                    await self.stop()
+                    await send({"type": "lifespan.shutdown.complete"})
+                    return
+            except Exception as error:
+                # The edge of the process: the server must hear why it cannot go on.
+                log.exception("lifespan_failed", phase=message["type"])
+                await send({"type": f"{message['type']}.failed", "message": str(error)})
+                return

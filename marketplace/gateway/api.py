@@ -1,0 +1,116 @@
+"""FastAPI for everything that is not hot, held to the same rules: OpenAI's error shape, bounded bodies, request ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from marketplace.core.errors import BadRequest, FallowError, NotFound, TooLarge
+from marketplace.core.logs import get_logger
+from marketplace.gateway.http import (
+    Message,
+    MethodNotAllowed,
+    Receive,
+    Scope,
+    Send,
+    error_headers,
+    header,
+    new_request_id,
+    send_error,
+)
+from marketplace.gateway.services import Services
+
+log = get_logger(__name__)
+
+
+def make_api(services: Services, routers: Iterable[APIRouter]) -> FastAPI:
+    """The application; its endpoints find the services as `request.app.state.services`."""
+    api = FastAPI(title="Fallow", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    api.state.services = services
+    for router in routers:
+        api.include_router(router)
+    api.add_exception_handler(FallowError, _on_error)
+    api.add_exception_handler(HTTPException, _on_http_error)
+    api.add_exception_handler(RequestValidationError, _on_invalid)
+    api.add_exception_handler(Exception, _on_unexpected)
+    return api
+
+
+class Bounded:
+    """ASGI around ASGI: gives each exchange its id, and refuses bodies beyond the limit."""
+
+    def __init__(self, app: Any, limit_bytes: int) -> None:
+        self._app = app
+        self._limit = limit_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = new_request_id()
+        scope.setdefault("state", {})["request_id"] = request_id
+        id_header = (b"x-request-id", request_id.encode())
+
+        async def identified(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), id_header]
+            await send(message)
+
+        declared = header(scope, b"content-length")
+        if declared is not None and declared.isdigit() and int(declared) > self._limit:
+            await send_error(identified, self._too_large())
+            return
+        await self._app(scope, self._counted(receive), identified)
+
+    def _counted(self, receive: Receive) -> Receive:
+        size = 0
+
+        async def counted() -> Message:
+            nonlocal size
+            message = await receive()
+            if message["type"] == "http.request":
+                size += len(message.get("body", b""))
+                if size > self._limit:
+                    raise self._too_large()
+            return message
+
+        return counted
+
+    def _too_large(self) -> TooLarge:
+        return TooLarge(f"The body is larger than {self._limit} bytes.", headers={"connection": "close"})
+
+
+def _answer(request: Request, error: FallowError) -> JSONResponse:
+    services: Services = request.app.state.services
+    services.metrics.http_errors.labels(error.code).inc()
+    headers = {name.decode(): value.decode("latin-1") for name, value in error_headers(error)}
+    return JSONResponse(error.body(), status_code=error.status, headers=headers)
+
+
+async def _on_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, FallowError)
+    return _answer(request, error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    method, path = request.method, request.url.path[:200]
+    if error.status_code == 404:
+        return _answer(request, NotFound(f"There is no {method} {path} here.", param=None))
+    if error.status_code == 405:
+        return _answer(request, MethodNotAllowed((error.headers or {}).get("Allow", "another method")))
+    return _answer(request, BadRequest(str(error.detail)))
+
+
+async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path"))
+    return _answer(request, BadRequest(f"`{field[:160]}`: {first['msg']}.", param=field[:160] or None))
+
+
+async def _on_unexpected(request: Request, error: Exception) -> JSONResponse:
+    log.error("request_failed", request_id=getattr(request.state, "request_id", ""), exc_info=error)
+    return _answer(request, FallowError("Something broke on our side."))

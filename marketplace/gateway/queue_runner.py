@@ -1,0 +1,211 @@
+"""Queued jobs on this gateway's nodes: hear of leased attempts, run them, store their answers.
+
+The queue decides what runs where; this only carries it out. An attempt whose nudge was lost is missed here, its lease
+ends, and the queue looks for another node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+from uuid import UUID
+
+import msgspec
+import redis.asyncio
+from redis.exceptions import RedisError
+from sqlalchemy.exc import SQLAlchemyError
+
+from agent.protocol import Tokens
+from marketplace.core.errors import FallowError
+from marketplace.core.logs import get_logger
+from marketplace.core.valkey import connect_async
+from marketplace.gateway.answer import completion, usage_object
+from marketplace.gateway.execution import Execution, LeaseLost, Work
+from marketplace.gateway.outcomes import RETRYABLE, Ending
+from marketplace.gateway.outlets import WholeOutlet
+from marketplace.gateway.prefixes import pack
+from marketplace.gateway.services import Services
+from marketplace.jobs.dispatch import attempt_of, dispatch_key
+from marketplace.jobs.repository import Dispatch, load_dispatch
+from marketplace.jobs.states import JobState
+from marketplace.jobs.sweeping import endpoint_of
+from marketplace.jobs.tasks import ASSIGN
+from marketplace.matching.types import OfferView
+from marketplace.metering.pricing import Priced
+from marketplace.metering.tokens import TokenCounts
+
+log = get_logger(__name__)
+POP_S: Final = 2
+"""One blocking read waits this long for a nudge."""
+RETRY_S: Final = 1.0
+"""Pause while Valkey is away."""
+MAX_RUNNING: Final = 2_048
+"""Queued attempts at once; the nodes' slots are the real bound."""
+
+
+class QueueRunner:
+    """One reader of this gateway's list, and a task for each attempt."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._client: redis.asyncio.Redis = connect_async(services.settings.valkey_url, timeout_s=POP_S * 3)
+        self._key = dispatch_key(services.settings.gateway_id)
+        self._listener: asyncio.Task[None] | None = None
+        self._running: dict[asyncio.Task[None], Execution | None] = {}
+        self._room = asyncio.Semaphore(MAX_RUNNING)
+
+    def start(self) -> None:
+        """Begin to listen."""
+        self._listener = asyncio.create_task(self._listen())
+
+    async def quiesce(self) -> None:
+        """Take up nothing new; what runs goes on."""
+        if self._listener is not None:
+            self._listener.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._listener
+            self._listener = None
+
+    async def stop(self) -> None:
+        """Hand what runs back to the queue, and end."""
+        await self.quiesce()
+        for execution in self._running.values():
+            if execution is not None:
+                execution.stop(Ending.PLATFORM)
+        if self._running:
+            await asyncio.wait(self._running, timeout=self._services.settings.lease_s)
+        await self._client.aclose()
+
+    async def _listen(self) -> None:
+        while True:
+            await self._room.acquire()
+            try:
+                popped: Any = await self._client.blpop([self._key], timeout=POP_S)
+            except (RedisError, OSError, TimeoutError) as error:
+                self._room.release()
+                log.warning("queue_not_heard", error=type(error).__name__)
+                await asyncio.sleep(RETRY_S)
+                continue
+            except BaseException:
+                self._room.release()
+                raise
+            attempt_id = attempt_of(popped[1]) if popped else None
+            if attempt_id is None:
+                self._room.release()
+                continue
+            task = asyncio.create_task(self._run(attempt_id))
+            self._running[task] = None
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.pop(task, None)
+        self._room.release()
+        if not task.cancelled() and task.exception() is not None:
+            # An edge: the lease of a broken run ends, and the sweeper takes the job up.
+            log.error("queued_attempt_failed", error=repr(task.exception()))
+
+    async def _run(self, attempt_id: UUID) -> None:
+        try:
+            dispatch = await asyncio.to_thread(self._load, attempt_id)
+        except SQLAlchemyError as error:
+            log.warning("dispatch_not_loaded", attempt=attempt_id.hex, error=type(error).__name__)
+            return
+        if dispatch is None or dispatch.body is None:
+            return
+        await self._execute(dispatch, dispatch.body)
+        if self._services.pump is not None:
+            self._services.pump.nudge(ASSIGN)
+
+    def _load(self, attempt_id: UUID) -> Dispatch | None:
+        with self._services.session_factory() as session:
+            return load_dispatch(session, attempt_id)
+
+    async def _execute(self, dispatch: Dispatch, body: dict[str, Any]) -> None:
+        services = self._services
+        variant = services.catalog.by_id(dispatch.variant_id)
+        if variant is None:
+            log.error("variant_of_job_unknown", job=dispatch.job_id.hex, variant=dispatch.variant_id.hex)
+            return
+        counted = await variant.count_prompt_async(body.get("messages", []), body.get("tools"))
+        work = Work(
+            job_id=dispatch.job_id,
+            request_id=dispatch.request_id,
+            endpoint=endpoint_of(dispatch.kind),
+            organisation_id=dispatch.organisation_id,
+            key_id=dispatch.key_id,
+            variant=variant,
+            body=msgspec.json.encode(body),
+            prompt_tokens=dispatch.prompt_tokens,
+            prompt_packed=pack(counted.ids),
+            max_output_tokens=dispatch.max_output_tokens,
+            deadline_at=asyncio.get_running_loop().time() + dispatch.deadline_left_s,
+        )
+        execution = Execution(services, work, WholeOutlet())
+        current = asyncio.current_task()
+        if current in self._running:
+            self._running[current] = execution
+        if dispatch.cancel_requested:
+            execution.stop(Ending.CANCELLED)
+        offer = _offer_of(services, dispatch)
+        await services.fleet.reservations.renew(offer, dispatch.attempt_id, services.pulse.reservation_s)
+        services.pulse.join(execution)
+        try:
+            await self._carry_out(execution, offer, dispatch)
+        except (LeaseLost, FallowError) as error:
+            log.warning("queued_attempt_left_to_sweeper", job=dispatch.job_id.hex, error=repr(error))
+        finally:
+            services.pulse.leave(execution)
+
+    async def _carry_out(self, execution: Execution, offer: OfferView, dispatch: Dispatch) -> None:
+        run = await execution.attempt(offer, dispatch.attempt_id, dispatch.epoch)
+        if run.ending in RETRYABLE:
+            # Nobody has read anything: the queue tries again, or ends the job where nothing is left to try.
+            await execution.pass_on(run, JobState.QUEUED)
+            return
+        created, model = int(time.time()), execution.work.variant.model_id
+
+        def result(pieces: Sequence[Tokens], reason: str, tokens: TokenCounts, priced: Priced | None) -> str:
+            answer = completion(
+                completion_id=f"chatcmpl-{dispatch.job_id.hex}",
+                created=created,
+                model=model,
+                pieces=pieces,
+                # What was paid for although it was cut is kept, and reads as cut.
+                finish_reason=reason or "length",
+                usage=usage_object(tokens, priced),
+            )
+            return msgspec.json.encode(answer).decode()
+
+        await execution.conclude(run, result=result)
+
+
+def _offer_of(services: Services, dispatch: Dispatch) -> OfferView:
+    """The offer as the view knows it, at the price that the lease pinned; if it left the view, what the row says."""
+    for offer in services.fleet.view.offers(dispatch.variant_id):
+        if offer.offer_id == dispatch.offer_id:
+            return replace(offer, price_id=dispatch.price_id, rates=dispatch.rates)
+    return OfferView(
+        offer_id=dispatch.offer_id,
+        node_id=dispatch.node_id,
+        owner_organisation_id=dispatch.owner_organisation_id,
+        device_id=dispatch.device_id,
+        variant_id=dispatch.variant_id,
+        gateway_id=dispatch.gateway_id,
+        price_id=dispatch.price_id,
+        rates=dispatch.rates,
+        slots=1,
+        slots_busy=1,
+        context_per_slot=dispatch.prompt_tokens + dispatch.max_output_tokens,
+        available=False,
+        warm=False,
+        simulated=dispatch.simulated,
+        prefix_cache_s=0.0,
+        sampled_age_s=0.0,
+        prefill_tokens_per_s=None,
+        decode_tokens_per_s=None,
+        memory_free_bytes=None,
+    )
