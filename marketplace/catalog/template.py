@@ -219,10 +219,19 @@ def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
+_FILLING_METHODS: Final = frozenset({"center", "expandtabs", "format", "format_map", "ljust", "rjust", "zfill"})
+"""Methods of strings that fill up to any width."""
+
+
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, which also bounds what one multiplication may give."""
+    """Jinja's sandbox, which also bounds what one operation may give."""
 
     intercepted_binops = frozenset({"*", "**", "%"})
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if isinstance(obj, str) and attr in _FILLING_METHODS:
+            return False
+        return super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**":
