@@ -27,6 +27,9 @@ MAX_ERROR_BODY_BYTES: Final = 64 * 1024
 MAX_PROBE_BODY_BYTES: Final = 1024 * 1024
 NOT_READY_POLL_S: Final = 1.0
 
+_BROKEN: Final = (aiohttp.ClientError, OSError, RuntimeError)
+"""What aiohttp raises when a connection ends; RuntimeError where its session was closed under a reader by `stop`."""
+
 DIALECTS: Final = {
     "vllm": Dialect(
         name="vllm",
@@ -114,7 +117,7 @@ class HttpEngine:
                 while chunk := await response.content.read(MAX_PROBE_BODY_BYTES - len(body)):
                     body += chunk
                 return body.decode("utf-8", errors="replace") if response.status == 200 else None
-        except (TimeoutError, aiohttp.ClientError, OSError, EngineError):
+        except (TimeoutError, EngineError, *_BROKEN):
             return None
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineEvent]:
@@ -150,7 +153,7 @@ class HttpEngine:
                     response.close()
         except TimeoutError:
             raise EngineError("engine_timeout", "the engine did not answer in time") from None
-        except (aiohttp.ClientError, OSError) as error:
+        except _BROKEN as error:
             raise await self._broken(error) from None
         raise status_error(response.status, detail)
 
@@ -164,7 +167,7 @@ class HttpEngine:
             raise EngineError("engine_timeout", "the engine stopped sending") from None
         except SseError as error:
             raise EngineError("engine_error", str(error)) from None
-        except (aiohttp.ClientError, OSError) as error:
+        except _BROKEN as error:
             raise await self._broken(error) from None
 
     def _bounded(self, deadline: float) -> asyncio.Timeout:
