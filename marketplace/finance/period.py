@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from datetime import date, datetime, time, timedelta
+from datetime import UTC, date, datetime, time, timedelta
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from marketplace.core.errors import BadRequest
@@ -37,7 +37,8 @@ class Period:
     def __post_init__(self) -> None:
         if self.start.tzinfo is None or self.end.tzinfo is None:
             raise InvalidPeriod("The bounds of a period carry their time zone.")
-        if self.start >= self.end:
+        # Two times of one zone would be compared by their clock faces, which repeat an hour a year.
+        if self.start.astimezone(UTC) >= self.end.astimezone(UTC):
             raise InvalidPeriod(f"The period ends at {self.end} and begins at {self.start}.")
         zone(self.zone_name)
 
@@ -72,7 +73,7 @@ class Period:
 
 def _midnight(day: date, zone_name: str) -> datetime:
     # Where clocks skip midnight, fold=0 names one same instant as the end of one day and the start of the next.
-    return datetime.combine(day, time(), tzinfo=zone(zone_name))
+    return datetime.combine(day, time(), tzinfo=zone(zone_name)).astimezone(UTC)
 
 
 def _next(first: date, match: re.Match[str]) -> date:

@@ -14,8 +14,8 @@ from sqlalchemy.orm import Session
 
 import ledger
 from marketplace.accounts.models import Organisation
+from marketplace.accounts.service import UnknownOrganisation
 from marketplace.core.database import SessionFactory
-from marketplace.core.errors import NotFound
 from marketplace.finance import export, repository
 from marketplace.finance.bill import Amounts, PricedUse, RenterBill
 from marketplace.finance.period import Period
@@ -47,10 +47,6 @@ __all__ = [
 ]
 
 DeviceKey = tuple[UUID, str]
-
-
-class UnknownOrganisation(NotFound):
-    code = "unknown_organisation"
 
 
 @contextmanager
