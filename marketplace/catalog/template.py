@@ -228,6 +228,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"*", "**", "%"})
 
+    def wrap_str_format(self, value: Any) -> None:
+        # Jinja would hand out a guarded str.format; it still fills to any width.
+        return None
+
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if isinstance(obj, str) and attr in _FILLING_METHODS:
             return False
