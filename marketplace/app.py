@@ -70,6 +70,7 @@ class Gateway:
             LINK_PATH: services.fleet.peer_socket,
         }
         self._queue: QueueRunner | None = None
+        self._stopped = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         kind = scope["type"]
@@ -113,7 +114,10 @@ class Gateway:
         await services.pulse.wait_idle(timeout_s)
 
     async def stop(self) -> None:
-        """End what still runs as our failure, write what is left, and disconnect."""
+        """End what still runs as our failure, write what is left, and disconnect. Stopping twice does nothing more."""
+        if self._stopped:
+            return
+        self._stopped = True
         services = self.services
         services.draining = True
         if self._queue is not None:

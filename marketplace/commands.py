@@ -14,9 +14,6 @@ worker = typer.Typer(add_completion=False)
 beat = typer.Typer(add_completion=False)
 migrate = typer.Typer(add_completion=False)
 
-DRAIN_S = 60
-"""After SIGTERM running streams may finish for this long."""
-
 
 @gateway.command()
 def run_gateway(
@@ -30,27 +27,11 @@ def run_gateway(
 
 def serve_gateway(settings: Settings) -> None:
     """Run one gateway process until SIGTERM or SIGINT."""
-    import uvicorn
-
     from marketplace.app import create_app
+    from marketplace.gateway.server import make_server
 
     logs.configure(settings.log_format, settings.log_level)
-    uvicorn.Server(
-        uvicorn.Config(
-            create_app(settings),
-            host=settings.host,
-            port=settings.port,
-            http="httptools",
-            ws="websockets-sansio",
-            ws_per_message_deflate=False,
-            ws_max_size=4 * 1024 * 1024,
-            access_log=False,
-            log_config=None,
-            server_header=False,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=DRAIN_S,
-        )
-    ).run()
+    make_server(create_app(settings), settings).run()
 
 
 @worker.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
