@@ -254,6 +254,7 @@ def _upsert_offer(session: Session, node_id: UUID, claim: Claim, set_price: SetP
         "engine": claim.engine,
         "engine_version": claim.engine_version,
         "simulated": claim.simulated,
+        "decode_tokens_per_s": claim.decode_tokens_per_s,
     }
     offer_id = session.execute(
         insert(Offer)
