@@ -14,7 +14,7 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 _PR_SET_PDEATHSIG: Final = 1
 _OOM_SCORE: Final = "500"
@@ -43,6 +43,13 @@ def say(**answer: object) -> None:
     sys.stdout.flush()
 
 
+def give_up(reason: str) -> NoReturn:
+    """Tell the agent why this engine does not serve, and end at once, whatever native threads there are."""
+    say(ready=False, error=reason)
+    sys.stderr.flush()
+    os._exit(1)
+
+
 def _die_with_parent() -> None:
     """Linux kills us with the agent, even during a load that holds the interpreter. Elsewhere the lifeline must do."""
     if sys.platform == "linux":
@@ -50,6 +57,7 @@ def _die_with_parent() -> None:
 
 
 def _follow_lifeline() -> None:
-    while sys.stdin.buffer.read(4096):
+    # The bare descriptor: a thread inside a buffered read would abort the interpreter's own shutdown.
+    while os.read(0, 4096):
         pass
     os._exit(0)

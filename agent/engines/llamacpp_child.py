@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from typing import Any, Final
 
-from agent.engines.child import prepare, say
+from agent.engines.child import give_up, prepare, say
 
 PREFILL_BATCH_TOKENS: Final = 128
 """How much of a prompt is worked on between two looks at whether its reader is still there."""
@@ -60,11 +60,9 @@ def main() -> None:
 
         server = xllamacpp.Server(parameters(config))
     except ImportError as error:
-        say(ready=False, error=f"llama.cpp is not installed here ({error}): install fallow[engine]")
-        return
+        give_up(f"llama.cpp is not installed here ({error}): install fallow[engine]")
     except RuntimeError as error:
-        say(ready=False, error=str(error))
-        return
+        give_up(str(error))
     say(ready=True, version=xllamacpp.__version__, address=server.listening_address)
     threading.Event().wait()
 

@@ -133,7 +133,7 @@ class ManagedEngine(HttpEngine):
                 if self._log_task is not None:
                     await asyncio.shield(self._log_task)
         complaints = [line for line in self._log if _COMPLAINT.search(line)]
-        told = [said, *(complaints or list(self._log))[-3:]]
+        told = [*(complaints[:2] or list(self._log)[-3:]), said]
         reason = "; ".join(part for part in told if part)[:MAX_REASON_CHARS]
         if reason:
             return reason

@@ -399,7 +399,7 @@ async def serve(
 
 
 def _as_child() -> None:
-    from agent.engines.child import prepare, say  # noqa: PLC0415 - touches the process, so only in a child
+    from agent.engines.child import give_up, prepare, say  # noqa: PLC0415 - touches the process, so only in a child
 
     options = prepare()
     socket, key = options.pop("socket"), options.pop("api_key")
@@ -411,7 +411,7 @@ def _as_child() -> None:
         server = Server(Simulation(msgspec.convert(options, SimulationConfig)), key)
         asyncio.run(serve(server, socket=socket, ready=ready))
     except (ValueError, OSError) as error:
-        say(ready=False, error=str(error))
+        give_up(str(error))
 
 
 def _by_hand(arguments: list[str]) -> None:
