@@ -99,7 +99,7 @@ def broker_url(valkey_url: str) -> str:
         return valkey_url
     query = parse_qs(parts.query)
     password = parts.password or query.get("password", [""])[0]
-    login = f"{quote(parts.username or '')}:{quote(password)}@" if password else ""
+    login = f"{quote(parts.username or '', safe='')}:{quote(password, safe='')}@" if password else ""
     database = query.get("db", ["0"])[0]
     return f"redis+socket://{login}{parts.path}?virtual_host={database}"
 
