@@ -15,8 +15,8 @@ from marketplace.core.amounts import nano_per_mtok
 from marketplace.core.errors import BadRequest, FallowError
 from marketplace.core.logs import get_logger
 from marketplace.gateway.chat import refusal_outcome
+from marketplace.gateway.deps import GatewayServices, Renter, RequestId
 from marketplace.gateway.failures import InsufficientBalance
-from marketplace.gateway.http import read_body
 from marketplace.gateway.parse import OFFLOAD_BYTES, ChatBody, ChatRequest, InvalidBody, decode_strict, to_request
 from marketplace.gateway.quote import Measured, measure
 from marketplace.gateway.services import Services
@@ -63,44 +63,42 @@ router = APIRouter(prefix=JOBS_ENDPOINT, tags=["jobs"])
 
 
 @router.post("", status_code=202)
-async def submit(request: Request, response: Response) -> JobObject:
+async def submit(
+    request: Request, response: Response, services: GatewayServices, principal: Renter, request_id: RequestId
+) -> JobObject:
     """Accept a job: its worst case is held at its maximum price, and it waits for idle capacity."""
-    services = _services(request)
     services.require_open()
-    principal = await _renter(request)
-    submission, chat = await _read(request, services.settings.body_limit_bytes)
+    submission, chat = await _read(request)
     try:
         limits = await services.limiter.acquire(principal)
         try:
-            accepted = await _accept(services, principal, _request_id(request), submission, chat)
+            accepted = await _accept(services, principal, request_id, submission, chat)
         finally:
             services.in_background(services.limiter.release(limits))
     except FallowError as error:
-        await _record_refusal(services, principal, _request_id(request), error)
+        await _record_refusal(services, principal, request_id, error)
         raise
     except Exception:
         # Whatever broke, the request gets its outcome; the application's own edge answers.
-        await _record_refusal(services, principal, _request_id(request), FallowError("Something broke on our side."))
+        await _record_refusal(services, principal, request_id, FallowError("Something broke on our side."))
         raise
     if services.pump is not None:
         services.pump.wake()
     response.headers.update(limits.headers())
     if accepted.lowered:
         response.headers["x-fallow-max-tokens"] = str(accepted.max_output_tokens)
-    view = await _find(services, principal, accepted.job_id)
-    return _show(services, view)
+    return _show(services, await _find(services, principal, accepted.job_id))
 
 
 @router.get("")
 async def list_jobs(
-    request: Request,
+    services: GatewayServices,
+    principal: Renter,
     status: Annotated[Literal["queued", "running", "ended"] | None, Query()] = None,
     after: Annotated[str | None, Query(max_length=80)] = None,
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 20,
 ) -> JobList:
-    """The organisation's jobs, newest first, without their results."""
-    services = _services(request)
-    principal = await _renter(request)
+    """The organisation's jobs, newest first, without their results. `after` is the id of the last one seen."""
     views, more = await asyncio.to_thread(
         service.page,
         services.session_factory,
@@ -113,19 +111,15 @@ async def list_jobs(
 
 
 @router.get("/{job_id}")
-async def show(request: Request, job_id: str) -> JobObject:
+async def show(services: GatewayServices, principal: Renter, job_id: str) -> JobObject:
     """One job, with its result once it has one."""
-    services = _services(request)
-    principal = await _renter(request)
     return _show(services, await _find(services, principal, ids.parse("job", job_id)))
 
 
 @router.post("/{job_id}/cancel")
 @router.delete("/{job_id}")
-async def cancel(request: Request, job_id: str) -> JobObject:
+async def cancel(services: GatewayServices, principal: Renter, job_id: str) -> JobObject:
     """End a waiting job at once and for free; stop a running one, which pays for what was delivered."""
-    services = _services(request)
-    principal = await _renter(request)
     view = await service.cancel(
         services.session_factory, services.writer, principal.organisation_id, ids.parse("job", job_id)
     )
@@ -204,8 +198,8 @@ def _rate(field: str, text: str) -> int:
         raise InvalidBody(f"`{field}`: {error}.", param=field) from None
 
 
-async def _read(request: Request, limit_bytes: int) -> tuple[Submission, ChatRequest]:
-    body = await read_body(request.scope, request.receive, limit_bytes)
+async def _read(request: Request) -> tuple[Submission, ChatRequest]:
+    body = await request.body()
     if len(body) > OFFLOAD_BYTES:
         return await asyncio.to_thread(_parse, body)
     return _parse(body)
@@ -233,12 +227,6 @@ async def _record_refusal(services: Services, principal: Principal, request_id: 
         log.warning("outcome_not_recorded", request_id=request_id, code=error.code)
 
 
-async def _renter(request: Request) -> Principal:
-    principal = await _services(request).authenticator.authenticate(request.headers.get("authorization"))
-    principal.require("renter")
-    return principal
-
-
 async def _find(services: Services, principal: Principal, job_id: UUID) -> JobView:
     return await asyncio.to_thread(service.get, services.session_factory, principal.organisation_id, job_id)
 
@@ -250,13 +238,3 @@ def _show(services: Services, view: JobView) -> JobObject:
 def _model_of(services: Services, view: JobView) -> str:
     variant = services.catalog.by_id(view.job.variant_id)
     return variant.model_id if variant is not None else ""
-
-
-def _services(request: Request) -> Services:
-    services: Services = request.app.state.services
-    return services
-
-
-def _request_id(request: Request) -> str:
-    request_id: str = request.state.request_id
-    return request_id
