@@ -421,6 +421,7 @@ class AgentState:
         self._watts = (declared_idle_watts, declared_load_watts)
         self._yield_at: float | None = None
         self._told: Inventory | None = None
+        self._ended: dict[bytes, None] = {}
         self._speeds_at = float("-inf")
         self._out: list[Instruction] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -513,11 +514,10 @@ class AgentState:
             handler(event.frame, event.now)
 
     def _run(self, frame: Run, now: float) -> None:
-        if frame.attempt in self.attempts:
-            return
         report = self.reports.get(frame.attempt)
         if report is not None:
             self._resend(report, now)
+        if frame.attempt in self.attempts or frame.attempt in self._ended:
             return
         refusal = self._refusal(frame)
         if refusal is not None:
@@ -740,8 +740,11 @@ class AgentState:
         self._release(attempt)
 
     def _release(self, attempt: AttemptState) -> None:
-        """Free the slot."""
+        """Free the slot. The attempt's name is remembered for a while: a late copy of its Run starts nothing."""
         del self.attempts[attempt.run.attempt]
+        self._ended[attempt.run.attempt] = None
+        while len(self._ended) > MAX_REPORTS:
+            self._ended.pop(next(iter(self._ended)))
         self._verify_if_empty(self.engines[attempt.run.variant_sha256])
 
     def _resend(self, report: PendingReport, now: float) -> None:
@@ -912,6 +915,7 @@ class AgentState:
     def _tell_speeds(self, now: float) -> None:
         if now < self._speeds_at or not any(_speeds_moved(engine) for engine in self.engines.values()):
             return
+        self._ended: dict[bytes, None] = {}
         self._speeds_at = now + SPEED_PAUSE_S
         for engine in self.engines.values():
             engine.told_speeds = (engine.prefill_tokens_per_s, engine.decode_tokens_per_s)
