@@ -45,8 +45,8 @@ class EngineConfig:
     """openai: the server's key, if it asks for one."""
     served_model: str | None = None
     """openai: the model's name there; None takes the only one that the server lists."""
-    dialect: Literal["vllm", "sglang", "generic"] = "generic"
-    """openai: which server it is."""
+    dialect: Literal["auto", "vllm", "sglang", "generic"] = "auto"
+    """openai: which server it is; auto asks it."""
     simulation: dict[str, float | int | str] = field(default_factory=dict)
     """simulated: further options of agent.engines.simulation.SimulationConfig, by name."""
 
@@ -111,7 +111,7 @@ def _attached(config: EngineConfig) -> Engine:
     return AttachedEngine(
         Attachment(
             base_url=config.url,
-            dialect=DIALECTS[config.dialect],
+            dialect=DIALECTS.get(config.dialect),
             slots=config.slots,
             context_per_slot=config.context_per_slot,
             api_key=config.api_key,

@@ -13,6 +13,7 @@ import re
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 from collections import deque
@@ -75,15 +76,15 @@ class ManagedEngine(HttpEngine):
     async def _launch(self, options: dict[str, Any]) -> str:
         """Start the child and wait until it serves. Returns the engine's version. Raises EngineError."""
         await self.stop()
-        socket, key = self._new_socket(), secrets.token_urlsafe(32)
+        address, key = self._new_socket(), secrets.token_urlsafe(32)
         self._log.clear()
         self._serving = False
         process = await self._spawn()
         self._process = process
         self._log_task = asyncio.create_task(self._read_log(process))
         try:
-            version = await self._await_ready(process, {**options, "socket": str(socket), "api_key": key})
-            self._open("http://engine", aiohttp.UnixConnector(str(socket), force_close=True, limit=0), key)
+            version = await self._await_ready(process, {**options, "socket": str(address), "api_key": key})
+            self._open("http://engine", aiohttp.UnixConnector(str(address), force_close=True, limit=0), key)
             if not await self.healthy():
                 raise EngineError("engine_error", "the engine says it is ready, and does not answer")
         except BaseException:
@@ -190,12 +191,14 @@ class ManagedEngine(HttpEngine):
     def _new_socket(self) -> Path:
         name = f"{secrets.token_hex(4)}.sock"
         self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        socket = self._run_dir / name
-        if len(os.fsencode(socket)) > MAX_SOCKET_PATH_BYTES:
+        for left_behind in self._run_dir.glob("*.sock"):
+            _unlink_if_dead(left_behind)
+        path = self._run_dir / name
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
             self._private_dir = Path(tempfile.mkdtemp(prefix="fallow-"))
-            socket = self._private_dir / name
-        self._socket = socket
-        return socket
+            path = self._private_dir / name
+        self._socket = path
+        return path
 
     def _drop_socket(self) -> None:
         if self._socket is not None:
@@ -204,6 +207,17 @@ class ManagedEngine(HttpEngine):
         if self._private_dir is not None:
             shutil.rmtree(self._private_dir, ignore_errors=True)
         self._socket = self._private_dir = None
+
+
+def _unlink_if_dead(path: Path) -> None:
+    """Remove a socket that an agent which was killed could not remove: nobody listens there."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+        except OSError:
+            return
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -191,7 +191,8 @@ class Attachment:
     """A server that runs already."""
 
     base_url: str
-    dialect: Dialect
+    dialect: Dialect | None
+    """None: find out by what its metrics are called."""
     slots: int
     context_per_slot: int
     api_key: str | None = None
@@ -205,7 +206,7 @@ class AttachedEngine(HttpEngine):
     """An engine that the owner runs by himself. Stopping it here only lets go of it."""
 
     def __init__(self, attachment: Attachment) -> None:
-        super().__init__(attachment.dialect, stall_timeout_s=attachment.stall_timeout_s)
+        super().__init__(attachment.dialect or DIALECTS["generic"], stall_timeout_s=attachment.stall_timeout_s)
         self._attachment = attachment
 
     async def start(self) -> EngineFacts:
@@ -214,6 +215,7 @@ class AttachedEngine(HttpEngine):
         await self._close()
         self._open(wish.base_url, aiohttp.TCPConnector(force_close=True, limit=0), wish.api_key)
         listing = await self._first_listing()
+        self._dialect = wish.dialect or await self._recognise()
         self._model, longest = _served(listing, wish.served_model)
         self._facts = EngineFacts(
             name=self._dialect.name,
@@ -225,6 +227,10 @@ class AttachedEngine(HttpEngine):
             pid=None,
         )
         return self._facts
+
+    async def _recognise(self) -> Dialect:
+        metrics = await self._probe("/metrics") or ""
+        return next((DIALECTS[name] for name in ("vllm", "sglang") if f"{name}:" in metrics), DIALECTS["generic"])
 
     async def _first_listing(self) -> str:
         """The server's list of models, as soon as it gives one."""

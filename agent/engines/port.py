@@ -100,7 +100,8 @@ class Engine(Protocol):
         ...
 
     async def idle(self) -> bool:
-        """True if no request is being worked on: what proves that a cancel reached the engine."""
+        """True if no request is being worked on but those whose iterators are open here: what proves that a cancel
+        reached the engine. Cautious: False also where the engine does not answer in two seconds."""
         ...
 
     async def stop(self) -> None:

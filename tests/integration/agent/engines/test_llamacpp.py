@@ -55,6 +55,12 @@ async def failed_start(path: Path, run_dir: Path) -> EngineError:
     return caught.value
 
 
+async def started_and_stopped(path: Path, run_dir: Path) -> None:
+    engine = make_engine(EngineConfig(kind="llama.cpp", run_dir=run_dir, model_path=path, context_per_slot=256))
+    await engine.start()
+    await engine.stop()
+
+
 class TestLoading:
     def test_half_a_file_is_refused_before_anything_is_started(
         self, model_path: Path, run_dir: Path, tmp_path: Path
@@ -168,8 +174,12 @@ class TestItsLife:
             assert agent.stdout is not None
             pid = int(agent.stdout.readline())
             assert psutil.pid_exists(pid)
+            [left_behind] = run_dir.iterdir()
             agent.send_signal(signal.SIGKILL)
             assert gone(pid)
+            assert left_behind.exists()
+            asyncio.run(started_and_stopped(model_path, run_dir))
+            assert list(run_dir.iterdir()) == []
         finally:
             agent.kill()
             agent.wait()

@@ -45,7 +45,7 @@ async def answer(engine: Engine, request: EngineRequest) -> list[EngineEvent]:
 
 
 def attached(url: str, **options: Any) -> Engine:
-    defaults: dict[str, Any] = {"dialect": "vllm", "slots": 4, "context_per_slot": 4096}
+    defaults: dict[str, Any] = {"slots": 4, "context_per_slot": 4096}
     return make_engine(EngineConfig(kind="openai", run_dir=Path(), url=url, **(defaults | options)))
 
 
