@@ -1,0 +1,310 @@
+"""A whole gateway on real stores and a real port, with agents that follow a script over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+from uuid import UUID
+
+from openai import AsyncOpenAI
+from sqlalchemy import select
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
+
+from agent import protocol
+from agent.protocol import Accepted, Cancel, Failed, Finished, Inventory, Refused, ReportAck, Run, Tokens, UsageReport
+from marketplace.accounts.service import create_key, create_organisation
+from marketplace.app import Gateway, create_app
+from marketplace.billing.checks import invariants
+from marketplace.billing.service import Credit, balance, ensure_credit_account, top_up
+from marketplace.catalog import importer
+from marketplace.catalog.models import Model, Variant
+from marketplace.core.database import SessionFactory, transaction
+from marketplace.core.settings import Settings
+from marketplace.gateway.server import DrainingServer, make_server
+from marketplace.jobs.models import Attempt, Job, Outcome
+from marketplace.metering.models import Receipt
+from tests.fleet_world import Enrolled, enrol_node, greet, offer_report, telemetry, until
+from tests.vocabularies import MODEL_ID, smollm2_path
+
+SHA256 = "d" * 64
+WORDS = ("The", " quick", " brown", " fox", " jumps", " over", " the", " lazy", " dog", ".")
+"""One token each, in any vocabulary of English."""
+CREDIT_NANO = 1_000_000_000
+CHAT: list[Any] = [{"role": "user", "content": "Say something about a fox."}]
+
+Behaviour = Callable[["ScriptedAgent", Run], Awaitable[None]]
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------
+
+
+@lru_cache
+def _variant_columns() -> dict[str, Any]:
+    # Comparing the tokenizer with its oracle takes seconds: once for all tests.
+    return importer._describe(smollm2_path(), importer.DEFAULT_MAX_OUTPUT)
+
+
+def sell_smollm2(factory: SessionFactory) -> UUID:
+    """The bundled model in the catalogue, under a made-up hash, with its real tokenizer and template."""
+    with transaction(factory) as session:
+        session.add(Model(id=MODEL_ID, display_name="SmolLM2"))
+        session.flush()
+        variant = Variant(model_id=MODEL_ID, sha256=SHA256, **_variant_columns())
+        session.add(variant)
+        session.flush()
+        return variant.id
+
+
+@dataclass(frozen=True)
+class Renter:
+    organisation_id: UUID
+    key_id: UUID
+    secret: str
+
+
+def add_renter(factory: SessionFactory, *, credit_nano: int = CREDIT_NANO, name: str = "", **limits: Any) -> Renter:
+    """An organisation with a key and that much credit."""
+    with transaction(factory) as session:
+        organisation = create_organisation(session, name or f"renter-{secrets.token_hex(4)}")
+        ensure_credit_account(session, organisation)
+        if credit_nano:
+            top_up(session, organisation.id, credit_nano, key=f"start-{organisation.id.hex}")
+        key, secret = create_key(session, organisation.id, **limits)
+        return Renter(organisation.id, key.id, secret)
+
+
+@dataclass
+class Books:
+    """What the database says once a test's story is told."""
+
+    factory: SessionFactory
+
+    def outcomes(self) -> list[str]:
+        with self.factory() as session:
+            return [row.outcome for row in session.scalars(select(Outcome).order_by(Outcome.at))]
+
+    def codes(self) -> list[str | None]:
+        with self.factory() as session:
+            return [row.code for row in session.scalars(select(Outcome).order_by(Outcome.at))]
+
+    def jobs(self) -> list[Job]:
+        with self.factory() as session:
+            return list(session.scalars(select(Job).order_by(Job.created_at)))
+
+    def attempts(self) -> list[Attempt]:
+        with self.factory() as session:
+            return list(session.scalars(select(Attempt).order_by(Attempt.leased_at)))
+
+    def receipts(self) -> list[Receipt]:
+        with self.factory() as session:
+            return list(session.scalars(select(Receipt).order_by(Receipt.at)))
+
+    def credit(self, renter: Renter) -> Credit:
+        with self.factory() as session:
+            return balance(session, renter.organisation_id)
+
+    def broken_rules(self) -> list[str]:
+        with self.factory() as session:
+            return invariants(session)
+
+
+# --- agents ---------------------------------------------------------------------------------------------------------
+
+
+class ScriptedAgent:
+    """A node that answers each Run with a behaviour."""
+
+    def __init__(self, node: Enrolled, connection: ClientConnection, behaviour: Behaviour) -> None:
+        self.node = node
+        self.connection = connection
+        self.behaviour = behaviour
+        self.runs: list[Run] = []
+        self.cancels: list[Cancel] = []
+        self.acks: list[ReportAck] = []
+        self.frames: list[Any] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._reader = asyncio.create_task(self._read())
+
+    async def say(self, *frames: Any) -> None:
+        with contextlib.suppress(ConnectionClosed):
+            await self.connection.send(protocol.encode(list(frames)))
+
+    async def tokens(self, run: Run, words: tuple[str, ...] = WORDS, *, start: int = 0) -> None:
+        """Pieces of an answer, one message."""
+        await self.say(*(Tokens(run.attempt, run.epoch, start + index, word) for index, word in enumerate(words)))
+
+    async def finish(self, run: Run, sequence: int, reason: str = "stop", **usage: Any) -> None:
+        report = UsageReport(run.prompt_tokens, usage.get("cached", 0), sequence, 0)
+        await self.say(
+            Finished(run.attempt, run.epoch, sequence, reason, report, 0.0, 1.0, usage.get("busy_ms", 5.0), b"s" * 64)
+        )
+
+    async def fail(self, run: Run, sequence: int, code: str) -> None:
+        await self.say(Failed(run.attempt, run.epoch, sequence, code, "as the script says", UsageReport(), 1.0))
+
+    async def cancelled(self, run: Run) -> None:
+        """Wait for a Cancel of this attempt."""
+        await until(lambda: any(cancel.attempt == run.attempt for cancel in self.cancels))
+
+    def abort(self) -> None:
+        """Vanish without a word."""
+        self.connection.transport.abort()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await self.connection.close()
+        await self._reader
+
+    async def _read(self) -> None:
+        with contextlib.suppress(ConnectionClosed):
+            async for message in self.connection:
+                assert isinstance(message, bytes)
+                for frame in protocol.decode_from_gateway(message):
+                    self._take(frame)
+
+    def _take(self, frame: Any) -> None:
+        self.frames.append(frame)
+        if isinstance(frame, Cancel):
+            self.cancels.append(frame)
+        elif isinstance(frame, ReportAck):
+            self.acks.append(frame)
+        elif isinstance(frame, Run):
+            self.runs.append(frame)
+            task = asyncio.create_task(self._behave(frame))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _behave(self, run: Run) -> None:
+        await self.behaviour(self, run)
+
+
+async def answers(agent: ScriptedAgent, run: Run) -> None:
+    """The whole answer, in order."""
+    await agent.say(Accepted(run.attempt, run.epoch))
+    words = WORDS[: run.max_output_tokens]
+    await agent.tokens(run, words)
+    await agent.finish(run, len(words), "length" if len(words) < len(WORDS) else "stop")
+
+
+async def stalls(agent: ScriptedAgent, run: Run) -> None:
+    """Three words, then nothing until it is cancelled."""
+    await agent.say(Accepted(run.attempt, run.epoch))
+    await agent.tokens(run, WORDS[:3])
+    await agent.cancelled(run)
+    await agent.finish(run, 3, "cancelled")
+
+
+async def thinks(agent: ScriptedAgent, run: Run) -> None:
+    """Never a first token; stops when it is told to."""
+    await agent.say(Accepted(run.attempt, run.epoch))
+    await agent.cancelled(run)
+    await agent.finish(run, 0, "cancelled")
+
+
+def fails(code: str, *, after: int = 0) -> Behaviour:
+    """A failure after so many words."""
+
+    async def behave(agent: ScriptedAgent, run: Run) -> None:
+        await agent.tokens(run, WORDS[:after])
+        if after:
+            await asyncio.sleep(0.05)
+        await agent.fail(run, after, code)
+
+    return behave
+
+
+def refuses(code: str) -> Behaviour:
+    """Does not run it."""
+
+    async def behave(agent: ScriptedAgent, run: Run) -> None:
+        await agent.say(Refused(run.attempt, run.epoch, code, "as the script says"))
+
+    return behave
+
+
+# --- the gateway ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class World:
+    """One running gateway and its agents."""
+
+    settings: Settings
+    factory: SessionFactory
+    variant_id: UUID
+    gateway: Gateway
+    server: DrainingServer
+    url: str
+    agents: list[ScriptedAgent] = field(default_factory=list)
+
+    @property
+    def books(self) -> Books:
+        return Books(self.factory)
+
+    def client(self, renter: Renter, **changes: Any) -> AsyncOpenAI:
+        """The official client, without its own retries."""
+        return AsyncOpenAI(
+            api_key=renter.secret, base_url=f"{self.url}/v1", **{"max_retries": 0, "timeout": 15.0, **changes}
+        )
+
+    async def connect(
+        self, behaviour: Behaviour = answers, *, node: Enrolled | None = None, **offer: Any
+    ) -> ScriptedAgent:
+        """A node goes live with one offer."""
+        enrolled = node or await asyncio.to_thread(
+            enrol_node, self.factory, owner=f"owner-{secrets.token_hex(4)}", name="box"
+        )
+        connection = await connect(
+            self.url.replace("http", "ws") + protocol.SOCKET_PATH, compression=None, proxy=None, close_timeout=1.0
+        )
+        await greet(connection, enrolled)
+        agent = ScriptedAgent(enrolled, connection, behaviour)
+        self.agents.append(agent)
+        report = offer_report(**{"variant_sha256": SHA256, "prefix_cache_s": 0.0, **offer})
+        await agent.say(telemetry(), Inventory([report], None, None))
+        await until(lambda: any(seen.node_id == enrolled.node_id for seen in self.offers()))
+        return agent
+
+    def offers(self) -> list[Any]:
+        return self.gateway.services.fleet.view.offers(self.variant_id)
+
+    async def settled(self) -> None:
+        """Wait until nothing runs any more and every slot is free."""
+        await until(lambda: self.gateway.services.pulse.active == 0)
+        await self.gateway.services.settle_background(5.0)
+
+
+@contextlib.asynccontextmanager
+async def world(
+    settings: Settings, factory: SessionFactory, *, variant_id: UUID | None = None, **changes: Any
+) -> AsyncIterator[World]:
+    """A gateway that serves SmolLM2, without a node yet."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    facts = {"gateway_id": f"gw-{secrets.token_hex(3)}", "gateway_url": url, "port": port, **changes}
+    own = settings.model_copy(update=facts)
+    sold = variant_id or await asyncio.to_thread(sell_smollm2, factory)
+    gateway = create_app(own)
+    server = make_server(gateway, own, drain_s=5.0, log_level="error", lifespan="off")
+    server.config.load()
+    await gateway.start()
+    serving = asyncio.create_task(server._serve(sockets=[listener]))
+    await until(lambda: server.started)
+    running = World(own, factory, sold, gateway, server, url)
+    try:
+        yield running
+    finally:
+        for agent in running.agents:
+            await agent.close()
+        await gateway.stop()
+        server.should_exit = server.force_exit = True
+        await serving
