@@ -210,7 +210,9 @@ begin
                 (l.attempt).gateway_id, (l.attempt).price_id, ((l.attempt).rates).input,
                 ((l.attempt).rates).cached_input, ((l.attempt).rates).output,
                 at_now + make_interval(secs => (l.attempt).lease_s), at_now);
-      update jobs set state = 'running' where id = j.id and state = 'queued';
+      if j.state = 'queued' then
+        update jobs set state = 'running' where id = j.id;
+      end if;
     else
       next_epoch := 0;
     end if;
@@ -232,11 +234,11 @@ begin
         lease_expires_at = least(at_now, j.deadline_at) + make_interval(secs => c.lease_s)
     from (select distinct on (attempt_id, epoch) * from unnest(checkpoints)
           order by attempt_id, epoch, accepted_tokens desc) c, jobs j
-    where a.id = c.attempt_id and a.epoch = c.epoch and a.state = 'leased' and j.id = a.job_id;
+    where a.id = c.attempt_id and a.epoch = c.epoch and a.ended_at is null and j.id = a.job_id;
   return (
     select json_agg(json_build_array(a.id is not null, j.cancel_requested_at is not null) order by c.ordinality)
     from unnest(checkpoints) with ordinality c
-    left join attempts a on a.id = c.attempt_id and a.epoch = c.epoch and a.state = 'leased'
+    left join attempts a on a.id = c.attempt_id and a.epoch = c.epoch and a.ended_at is null
     left join jobs j on j.id = a.job_id);
 end $$;
 
@@ -285,7 +287,7 @@ begin
     select c.ordinality as place, c.job_id, hot_close_refusal(
              row(c.job_id, c.attempt_id, c.epoch, c.job_state, c.outcome, c.end_code, c.fault, c.accepted_tokens,
                  c.busy_ms, c.first_token, c.endpoint, c.error_code, c.error_message, c.result, c.receipt)::hot_close,
-             j, a, exists (select from attempts o where o.job_id = j.id and o.state = 'leased'), h) as reason,
+             j, a, (select bool_or(o.state = 'leased') from attempts o where o.job_id = j.id), h) as reason,
            replay
              and coalesce(a.end_code = c.end_code and a.epoch = c.epoch and a.job_id = j.id, c.attempt_id is null)
              and (c.job_state in ('queued', 'running') and a.state = 'ended'
@@ -335,7 +337,7 @@ begin
     from (select h.account_id, sum(h.amount_nano - case c.job_state when 'delivered' then (c.receipt).charge_nano
                                                                     else 0 end)::bigint as freed_nano
           from unnest(closes) with ordinality c
-          join ledger_holds h on h.id = c.job_id and h.state = 'held'
+          join ledger_holds h on h.id = c.job_id and h.resolved_at is null
           where written[c.ordinality] and c.job_state in ('delivered', 'voided')
           group by h.account_id) s
     where b.account_id = s.account_id and s.freed_nano <> 0;
@@ -345,11 +347,11 @@ begin
     set amount_nano = (c.receipt).charge_nano, expires_at = at_now + interval '100 years'
     from unnest(closes) with ordinality c
     where written[c.ordinality] and c.job_state = 'delivered' and (c.receipt).charge_nano > 0
-      and h.id = c.job_id and h.state = 'held';
+      and h.id = c.job_id;
   update ledger_holds h
     set state = 'released', resolved_at = at_now
     from unnest(closes) with ordinality c
-    where written[c.ordinality] and h.id = c.job_id and h.state = 'held'
+    where written[c.ordinality] and h.id = c.job_id and h.resolved_at is null
       and (c.job_state = 'voided' or c.job_state = 'delivered' and (c.receipt).charge_nano = 0);
 
   update jobs j
@@ -389,8 +391,15 @@ $$;
 
 -- batch: {"admits": [...], "leases": [...], "checkpoints": [...], "closes": [...], "refusals": [...]}, any of them
 -- absent. Answers an object of the same names. Closes go first: what they free, an admission may hold.
+--
+-- Every look-up is by key, for some hundred rows at most. A session plans it once, perhaps while the tables are still
+-- empty, and keeps the plan for days: so whatever reads a whole table is ruled out from the start. For the same reason
+-- no condition here repeats that of a partial index (state = 'leased', state = 'held'): a plan may then walk the whole
+-- of that index and the dead entries that every finished request leaves in it. ended_at and resolved_at say the same.
 create function hot_batch(batch json, replay boolean, max_attempts int, max_preemptions int)
-returns json language plpgsql as $$
+returns json language plpgsql
+set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set plan_cache_mode = force_generic_plan
+as $$
 declare
   admits constant hot_admit[] := array(select r from json_populate_recordset(null::hot_admit, batch -> 'admits') r);
   leases constant hot_lease[] := array(select r from json_populate_recordset(null::hot_lease, batch -> 'leases') r);
