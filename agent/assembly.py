@@ -16,7 +16,7 @@ from agent.config import AgentConfig, ConfigError, ModelTable
 from agent.daemon import Daemon
 from agent.engines.factory import EngineConfig, make_engine
 from agent.engines.port import Engine
-from agent.state import Served
+from agent.records import Served
 from agent.telemetry import nvml
 from agent.telemetry.cpu import CpuSource, DeclaredPower
 from agent.telemetry.port import Source

@@ -19,15 +19,17 @@ from typing import Final, cast
 
 import msgspec
 
+from agent import events, protocol
 from agent import home as folder
 from agent import identity as identities
-from agent import protocol, state
 from agent.client import Client, TurnedAway
 from agent.config import AgentConfig
 from agent.engines.port import Done, Engine, EngineError, EngineEvent, EngineRequest, Piece
+from agent.events import Event
 from agent.policy import Policy, Sight, hottest_c
 from agent.protocol import DeviceReport, GatewayFrame, RunningAttempt, Telemetry, Welcome
-from agent.state import AgentState, Event, Served
+from agent.records import EngineState, Served
+from agent.state import AgentState
 from agent.supervisor import Supervisor
 from agent.telemetry.port import Source, worth_sending
 
@@ -72,7 +74,7 @@ class Daemon:
         )
         self._supervisors = {variant: Supervisor(variant, make, self._dispatch) for variant, make in makers.items()}
         self._client = Client(identity.file.url, identity, version(), self)
-        self._work: dict[bytes, asyncio.Task[state.WorkEvent]] = {}
+        self._work: dict[bytes, asyncio.Task[events.WorkEvent]] = {}
         self._stop_requested = asyncio.Event()
         self._moved = asyncio.Event()
         self._devices: list[DeviceReport] = []
@@ -110,13 +112,13 @@ class Daemon:
     def stop(self) -> None:
         """Finish what runs within the grace, then end. A second call ends the grace."""
         if self._stop_requested.is_set():
-            self._dispatch(state.Stopping(0.0, time.monotonic()))
+            self._dispatch(events.Stopping(0.0, time.monotonic()))
         self._stop_requested.set()
 
     async def _wind_down(self) -> None:
         log.info("stopping running=%d", self._state.running)
         grace_s = self._config.stop_grace_s
-        self._dispatch(state.Stopping(grace_s, time.monotonic()))
+        self._dispatch(events.Stopping(grace_s, time.monotonic()))
         await self._until(lambda: not self._state.attempts, grace_s + STOP_MARGIN_S)
         await self._until(lambda: self._state.at_rest or not self._client.connected, REPORTS_WAIT_S)
         await self._client.leave("stopping", "the agent is stopping")
@@ -138,7 +140,7 @@ class Daemon:
         while True:
             await asyncio.sleep(TICK_S)
             self._look_around()
-            self._dispatch(state.Tick(time.monotonic()))
+            self._dispatch(events.Tick(time.monotonic()))
             self._tell_telemetry(force=False)
             self._tell_owner()
 
@@ -149,54 +151,54 @@ class Daemon:
             self._carry_out(instruction)
         self._moved.set()
 
-    def _carry_out(self, instruction: state.Instruction) -> None:
+    def _carry_out(self, instruction: events.Instruction) -> None:
         match instruction:
-            case state.Send(frame):
+            case events.Send(frame):
                 self._client.send(frame)
-            case state.SendTelemetry():
+            case events.SendTelemetry():
                 self._tell_telemetry(force=True)
-            case state.StartWork():
+            case events.StartWork():
                 self._start_work(instruction)
-            case state.StopWork(attempt):
+            case events.StopWork(attempt):
                 task = self._work.get(attempt)
                 if task is not None and not task.cancelling():
                     task.cancel()
-            case state.StartEngine(variant, generation):
+            case events.StartEngine(variant, generation):
                 self._supervisors[variant].start(generation)
-            case state.StopEngine(variant):
+            case events.StopEngine(variant):
                 self._supervisors[variant].stop()
-            case state.VerifyIdle(variant, generation):
+            case events.VerifyIdle(variant, generation):
                 self._supervisors[variant].verify(generation)
 
-    def _start_work(self, instruction: state.StartWork) -> None:
+    def _start_work(self, instruction: events.StartWork) -> None:
         task = asyncio.create_task(self._do_work(instruction), name=f"work-{instruction.attempt.hex()[:8]}")
         self._work[instruction.attempt] = task
         task.add_done_callback(lambda done: self._work_done(instruction.attempt, done))
 
-    def _work_done(self, attempt: bytes, task: asyncio.Task[state.WorkEvent]) -> None:
+    def _work_done(self, attempt: bytes, task: asyncio.Task[events.WorkEvent]) -> None:
         # Here and nowhere else an attempt's work ends, so that it ends exactly once: a task that is cancelled before
         # its first step never runs a line of its own.
         del self._work[attempt]
         if task.cancelled():
-            self._dispatch(state.WorkStopped(attempt, time.monotonic()))
+            self._dispatch(events.WorkStopped(attempt, time.monotonic()))
         elif (error := task.exception()) is not None:
             log.error("work_broke attempt=%s", attempt.hex(), exc_info=error)
             message = f"{type(error).__name__} in the agent"
-            self._dispatch(state.WorkBroke(attempt, "engine_error", message, time.monotonic()))
+            self._dispatch(events.WorkBroke(attempt, "engine_error", message, time.monotonic()))
         else:
             self._dispatch(task.result())
 
-    async def _do_work(self, work: state.StartWork) -> state.WorkEvent:
+    async def _do_work(self, work: events.StartWork) -> events.WorkEvent:
         """Stream one answer out of the engine. Returns how it ended; raises only CancelledError and defects."""
         engine = self._supervisors[work.variant].engine
         if engine is None:
-            return state.WorkBroke(work.attempt, "engine_died", "the engine is gone", time.monotonic())
+            return events.WorkBroke(work.attempt, "engine_died", "the engine is gone", time.monotonic())
         try:
             body = msgspec.json.decode(work.body, type=dict[str, object])
         except msgspec.DecodeError:
-            return state.WorkBroke(work.attempt, "engine_rejected", "the request is not JSON", time.monotonic())
+            return events.WorkBroke(work.attempt, "engine_rejected", "the request is not JSON", time.monotonic())
         request = EngineRequest(body, work.max_output_tokens, work.cache_scope, work.timeout_s)
-        self._dispatch(state.WorkBegan(work.attempt, time.monotonic()))
+        self._dispatch(events.WorkBegan(work.attempt, time.monotonic()))
         # The port promises aclose; typing has no name for an iterator with it but the generator's.
         stream = cast("AsyncGenerator[EngineEvent, None]", engine.generate(request))
         done = Done("")
@@ -204,14 +206,14 @@ class Daemon:
             async with contextlib.aclosing(stream):
                 async for event in stream:
                     if isinstance(event, Piece):
-                        self._dispatch(state.PieceCame(work.attempt, event, time.monotonic()))
+                        self._dispatch(events.PieceCame(work.attempt, event, time.monotonic()))
                         if self._client.congested:
                             await self._client.room()
                     elif isinstance(event, Done):
                         done = event
         except EngineError as error:
-            return state.WorkBroke(work.attempt, error.code, error.message, time.monotonic())
-        return state.WorkEnded(work.attempt, done.finish_reason, done.usage, time.monotonic())
+            return events.WorkBroke(work.attempt, error.code, error.message, time.monotonic())
+        return events.WorkEnded(work.attempt, done.finish_reason, done.usage, time.monotonic())
 
     # --- the connection (client.Listener) -----------------------------------------------------------------------------
 
@@ -219,17 +221,17 @@ class Daemon:
         return self._state.known_attempts()
 
     def on_connected(self, welcome: Welcome) -> None:
-        self._dispatch(state.Connected(time.monotonic()))
+        self._dispatch(events.Connected(time.monotonic()))
         self._tell_owner()
 
     def on_frames(self, frames: Sequence[GatewayFrame]) -> None:
         now = time.monotonic()
         for frame in frames:
-            self._dispatch(state.GatewaySaid(frame, now))
+            self._dispatch(events.GatewaySaid(frame, now))
 
     def on_disconnected(self, reason: str) -> None:
         log.info("disconnected reason=%r", reason)
-        self._dispatch(state.Disconnected(time.monotonic()))
+        self._dispatch(events.Disconnected(time.monotonic()))
 
     # --- telemetry, owner ---------------------------------------------------------------------------------------------
 
@@ -250,7 +252,7 @@ class Daemon:
             self._allowed, self._reason = verdict.available, verdict.reason
             log.info("availability available=%s reason=%r", verdict.available, verdict.reason)
             grace_s = self._config.owner.grace_s
-            self._dispatch(state.OwnerChanged(verdict.available, verdict.reason, grace_s, now))
+            self._dispatch(events.OwnerChanged(verdict.available, verdict.reason, grace_s, now))
 
     def _tell_telemetry(self, *, force: bool) -> None:
         if not self._client.connected:
@@ -329,7 +331,7 @@ def _main_memory_free_bytes(devices: list[DeviceReport]) -> int | None:
     return None
 
 
-def _offer_status(engine: state.EngineState, busy: int) -> folder.OfferStatus:
+def _offer_status(engine: EngineState, busy: int) -> folder.OfferStatus:
     facts = engine.facts
     return folder.OfferStatus(
         variant_sha256=engine.served.variant,

@@ -14,19 +14,40 @@ the machine.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, Final
 
-from agent.engines.port import EngineFacts, Piece, Usage
+from agent.engines.port import Usage
+from agent.events import (
+    Connected,
+    Disconnected,
+    EngineFailed,
+    EngineReady,
+    Event,
+    GatewaySaid,
+    IdleVerified,
+    Instruction,
+    OwnerChanged,
+    PieceCame,
+    Send,
+    SendTelemetry,
+    StartEngine,
+    StartWork,
+    StopEngine,
+    Stopping,
+    StopWork,
+    Tick,
+    VerifyIdle,
+    WorkBegan,
+    WorkBroke,
+    WorkEnded,
+    WorkStopped,
+)
 from agent.protocol import (
     Accepted,
     Cancel,
     Failed,
     Finished,
-    GatewayFrame,
     Inventory,
     OfferReport,
     Refused,
@@ -39,6 +60,18 @@ from agent.protocol import (
     Void,
     receipt_payload,
 )
+from agent.records import (
+    RESEND_FIRST_S,
+    STOP_MESSAGES,
+    AttemptPhase,
+    AttemptState,
+    Counters,
+    EnginePhase,
+    EngineState,
+    PendingReport,
+    Served,
+    StopCause,
+)
 
 MAX_REPORTS: Final = 4_096
 """Unacknowledged reports kept; beyond it the oldest is dropped."""
@@ -46,7 +79,6 @@ MAX_TEXT_CHARS: Final = 64 * 1024
 """Of one Tokens frame; a longer piece travels as several."""
 MAX_EXTRA_BYTES: Final = 512 * 1024
 MAX_MESSAGE_CHARS: Final = 500
-RESEND_FIRST_S: Final = 5.0
 RESEND_MAX_S: Final = 60.0
 RESTART_FIRST_S: Final = 1.0
 RESTART_MAX_S: Final = 60.0
@@ -59,341 +91,6 @@ SPEED_WEIGHT: Final = 0.2
 SPEED_STEP: Final = 0.25
 """A measured speed is told again when it moved by this share, and no sooner than SPEED_PAUSE_S."""
 SPEED_PAUSE_S: Final = 10.0
-
-
-# --- events ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Connected:
-    """The gateway said Welcome."""
-
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class Disconnected:
-    """The socket is gone, and with it whoever could take an answer."""
-
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class GatewaySaid:
-    """One frame about work."""
-
-    frame: GatewayFrame
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class WorkBegan:
-    """The engine was handed the request."""
-
-    attempt: bytes
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class PieceCame:
-    attempt: bytes
-    piece: Piece
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class WorkEnded:
-    """The engine ended in order; an empty finish_reason means that it closed without one."""
-
-    attempt: bytes
-    finish_reason: str
-    usage: Usage
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class WorkBroke:
-    """The engine failed this attempt. `code` is one of protocol.FAILURES."""
-
-    attempt: bytes
-    code: str
-    message: str
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class WorkStopped:
-    """The shell closed the stream, as StopWork told it to."""
-
-    attempt: bytes
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class EngineReady:
-    variant: str
-    generation: int
-    facts: EngineFacts
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFailed:
-    """It did not start, or it is dead."""
-
-    variant: str
-    generation: int
-    message: str
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class IdleVerified:
-    """Answer to VerifyIdle. idle False: the engine still worked when the time for it was up."""
-
-    variant: str
-    generation: int
-    idle: bool
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class OwnerChanged:
-    """The owner took the machine back, or gave it."""
-
-    available: bool
-    reason: str
-    grace_s: float
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class Stopping:
-    """The agent was asked to end. A second one ends the grace."""
-
-    grace_s: float
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time passed. At least once a second."""
-
-    now: float
-
-
-WorkEvent = WorkBegan | PieceCame | WorkEnded | WorkBroke | WorkStopped
-EngineEvent = EngineReady | EngineFailed | IdleVerified
-Event = Connected | Disconnected | GatewaySaid | WorkEvent | EngineEvent | OwnerChanged | Stopping | Tick
-
-
-# --- instructions -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Put the frame on the socket; without one, drop it."""
-
-    frame: Accepted | Refused | Tokens | Finished | Failed | Inventory
-
-
-@dataclass(frozen=True, slots=True)
-class SendTelemetry:
-    """Sample and send now: what the gateway believes about this node is no longer true."""
-
-
-@dataclass(frozen=True, slots=True)
-class StartWork:
-    attempt: bytes
-    variant: str
-    body: bytes
-    max_output_tokens: int
-    cache_scope: str
-    timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class StopWork:
-    attempt: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class StartEngine:
-    variant: str
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class StopEngine:
-    """End the engine's process, whatever it is doing."""
-
-    variant: str
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyIdle:
-    """Ask the engine until it is idle, for a bounded time."""
-
-    variant: str
-    generation: int
-
-
-Instruction = Send | SendTelemetry | StartWork | StopWork | StartEngine | StopEngine | VerifyIdle
-
-
-# --- state ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A variant that this node is set up to serve, at the owner's ask."""
-
-    variant: str
-    """SHA-256 of the weights, hex."""
-    device_id: str
-    slots: int
-    context_per_slot: int
-    input_nano_usd_per_mtok: int
-    cached_input_nano_usd_per_mtok: int
-    output_nano_usd_per_mtok: int
-
-
-class EnginePhase(StrEnum):
-    OFF = "off"
-    """Not wanted: the owner has the machine, or the agent ends."""
-    STARTING = "starting"
-    """Its process loads the weights."""
-    READY = "ready"
-    """It serves."""
-    RESTING = "resting"
-    """It died or did not start, and is tried again after a pause that grows."""
-
-
-ENGINE_TRANSITIONS: Final = frozenset(
-    {
-        (EnginePhase.OFF, EnginePhase.STARTING),
-        (EnginePhase.STARTING, EnginePhase.READY),
-        (EnginePhase.STARTING, EnginePhase.RESTING),
-        (EnginePhase.STARTING, EnginePhase.OFF),
-        (EnginePhase.READY, EnginePhase.RESTING),
-        (EnginePhase.READY, EnginePhase.OFF),
-        (EnginePhase.RESTING, EnginePhase.STARTING),
-        (EnginePhase.RESTING, EnginePhase.OFF),
-    }
-)
-
-
-class AttemptPhase(StrEnum):
-    RUNNING = "running"
-    """The engine works on it."""
-    STOPPING = "stopping"
-    """The engine was told to drop it."""
-    VERIFYING = "verifying"
-    """The engine dropped it; the proof that it stopped is outstanding, and the slot is taken until then."""
-
-
-ATTEMPT_TRANSITIONS: Final = frozenset(
-    {(AttemptPhase.RUNNING, AttemptPhase.STOPPING), (AttemptPhase.STOPPING, AttemptPhase.VERIFYING)}
-)
-
-
-class StopCause(StrEnum):
-    """Why an attempt is stopped. Decides what is reported."""
-
-    CANCELLED = "cancelled"
-    DEADLINE = "deadline"
-    VOID = "void"
-    """The gateway does not know it: nobody waits for a report."""
-    LEASE_EXPIRED = "lease_expired"
-    OWNER_PREEMPTED = "owner_preempted"
-    AGENT_STOPPING = "agent_stopping"
-
-
-_STOP_MESSAGES: Final = {
-    StopCause.LEASE_EXPIRED: "the lease ran out, or the connection that carried it was lost",
-    StopCause.OWNER_PREEMPTED: "the owner took the machine back",
-    StopCause.AGENT_STOPPING: "the agent is stopping",
-}
-
-
-class ImpossibleTransition(Exception):
-    """A defect in this module: something was asked to do what its state does not allow."""
-
-
-@dataclass(slots=True)
-class EngineState:
-    """One engine."""
-
-    served: Served
-    phase: EnginePhase = EnginePhase.OFF
-    generation: int = 0
-    """Counts starts; answers about an older one are ignored."""
-    facts: EngineFacts | None = None
-    failures: int = 0
-    """Starts and deaths in a row, for the pause before the next start."""
-    retry_at: float = 0.0
-    ready_at: float = 0.0
-    doubtful: bool = False
-    """A stopped attempt was not proven stopped yet."""
-    verifying: bool = False
-    last_error: str = ""
-    prefill_tokens_per_s: float | None = None
-    decode_tokens_per_s: float | None = None
-    told_speeds: tuple[float | None, float | None] = (None, None)
-
-    def move(self, wanted: EnginePhase) -> None:
-        """Raises ImpossibleTransition unless the table allows it."""
-        if (self.phase, wanted) not in ENGINE_TRANSITIONS:
-            raise ImpossibleTransition(f"engine {self.served.variant[:12]}: {self.phase} -> {wanted}")
-        self.phase = wanted
-
-
-@dataclass(slots=True)
-class AttemptState:
-    """One attempt that occupies a slot."""
-
-    run: Run
-    arrived_at: float
-    lease_until: float
-    deadline_at: float
-    phase: AttemptPhase = AttemptPhase.RUNNING
-    cause: StopCause | None = None
-    began_at: float | None = None
-    first_piece_at: float | None = None
-    last_piece_at: float | None = None
-    stopped_at: float | None = None
-    sequence: int = 0
-    token_ids: int = 0
-    digest: Any = field(default_factory=hashlib.sha256)
-
-    def move(self, wanted: AttemptPhase) -> None:
-        """Raises ImpossibleTransition unless the table allows it."""
-        if (self.phase, wanted) not in ATTEMPT_TRANSITIONS:
-            raise ImpossibleTransition(f"attempt {self.run.attempt.hex()}: {self.phase} -> {wanted}")
-        self.phase = wanted
-
-
-@dataclass(slots=True)
-class PendingReport:
-    """A report that the gateway has not acknowledged."""
-
-    frame: Finished | Failed
-    resend_at: float
-    pause_s: float = RESEND_FIRST_S
-
-
-@dataclass(slots=True)
-class Counters:
-    """Since the start of the agent, for the owner's eyes."""
-
-    accepted: int = 0
-    refused: int = 0
-    completed: int = 0
-    cancelled: int = 0
-    failed: int = 0
-    pieces: int = 0
-    engine_restarts: int = 0
-    reports_dropped: int = 0
 
 
 class AgentState:
@@ -684,7 +381,7 @@ class AgentState:
         elif attempt.cause in (StopCause.CANCELLED, StopCause.DEADLINE, None):
             self._finish(attempt, "cancelled", UsageReport(), now)
         else:
-            self._fail(attempt, attempt.cause.value, _STOP_MESSAGES[attempt.cause], now)
+            self._fail(attempt, attempt.cause.value, STOP_MESSAGES[attempt.cause], now)
 
     def _finish(self, attempt: AttemptState, finish_reason: str, usage: UsageReport, now: float) -> None:
         if attempt.cause is StopCause.VOID:
@@ -823,7 +520,7 @@ class AgentState:
     def _engine_off(self, engine: EngineState, cause: StopCause, now: float) -> None:
         if engine.phase is not EnginePhase.OFF:
             engine.move(EnginePhase.OFF)
-            self._let_go(engine, now, cause.value, _STOP_MESSAGES[cause])
+            self._let_go(engine, now, cause.value, STOP_MESSAGES[cause])
 
     def _let_go(self, engine: EngineState, now: float, code: str, message: str) -> None:
         """The engine's process ends: so does all its work."""
@@ -915,7 +612,6 @@ class AgentState:
     def _tell_speeds(self, now: float) -> None:
         if now < self._speeds_at or not any(_speeds_moved(engine) for engine in self.engines.values()):
             return
-        self._ended: dict[bytes, None] = {}
         self._speeds_at = now + SPEED_PAUSE_S
         for engine in self.engines.values():
             engine.told_speeds = (engine.prefill_tokens_per_s, engine.decode_tokens_per_s)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from agent.engines.port import Engine, EngineError, EngineFacts
-from agent.state import EngineEvent, EngineFailed, EngineReady, IdleVerified
+from agent.events import EngineEvent, EngineFailed, EngineReady, IdleVerified
 
 log = logging.getLogger("fallow.agent.engine")
 

@@ -20,7 +20,7 @@ from agent.daemon import Daemon
 from agent.engines.port import Done, EngineError, EngineEvent, EngineFacts, EngineRequest, Piece, Usage
 from agent.identity import Identity, IdentityFile
 from agent.protocol import DeviceReport, Run
-from agent.state import Served
+from agent.records import Served
 
 FrameT = TypeVar("FrameT")
 VARIANT = "a" * 64

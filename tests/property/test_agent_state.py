@@ -9,10 +9,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from agent import protocol, state
+from agent import events, protocol, records
 from agent.engines.port import EngineFacts, Piece, Usage
 from agent.protocol import Accepted, Failed, Finished, Inventory, Refused, Run, RunningAttempt, Tokens
-from agent.state import AgentState, EnginePhase, Served
+from agent.records import EnginePhase, Served
+from agent.state import AgentState
 
 VARIANTS = ("a" * 64, "b" * 64)
 SLOTS = {"a" * 64: 1, "b" * 64: 3}
@@ -48,41 +49,41 @@ class AgentMachine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.feed(state.OwnerChanged(True, "", 0.0, self.now))
+        self.feed(events.OwnerChanged(True, "", 0.0, self.now))
         for variant in VARIANTS:
             self.bring_up(variant)
         self.connect()
 
     def bring_up(self, variant: str) -> None:
         facts = EngineFacts("scripted", "1", SLOTS[variant], CONTEXT, True, 0.0, None)
-        self.feed(state.EngineReady(variant, self.starting.pop(variant), facts, self.now))
+        self.feed(events.EngineReady(variant, self.starting.pop(variant), facts, self.now))
 
     # --- the shell ------------------------------------------------------------------------------------------------
 
-    def feed(self, event: state.Event) -> None:
+    def feed(self, event: events.Event) -> None:
         for instruction in self.agent.handle(event):
             self.carry_out(instruction)
 
-    def carry_out(self, instruction: state.Instruction) -> None:
+    def carry_out(self, instruction: events.Instruction) -> None:
         match instruction:
-            case state.Send(frame):
+            case events.Send(frame):
                 self.take(frame)
-            case state.StartWork(attempt=attempt, variant=variant):
+            case events.StartWork(attempt=attempt, variant=variant):
                 engine = self.agent.engines[variant]
                 assert engine.phase is EnginePhase.READY, "work for an engine that does not serve"
                 assert self.agent.available, "work while the owner has the machine"
                 assert attempt not in self.working, "started twice"
                 self.working[attempt] = variant
-            case state.StopWork(attempt):
+            case events.StopWork(attempt):
                 if attempt in self.working:
                     self.stopping.add(attempt)
-            case state.StartEngine(variant, generation):
+            case events.StartEngine(variant, generation):
                 assert self.agent.available
                 self.starting[variant] = generation
-            case state.StopEngine(variant):
+            case events.StopEngine(variant):
                 self.starting.pop(variant, None)
                 self.verifying.pop(variant, None)
-            case state.VerifyIdle(variant, generation):
+            case events.VerifyIdle(variant, generation):
                 self.verifying[variant] = generation
 
     def take(self, frame: Any) -> None:
@@ -118,7 +119,7 @@ class AgentMachine(RuleBasedStateMachine):
     @rule()
     def connect(self) -> None:
         self.connected, self.told = True, None
-        self.feed(state.Connected(self.now))
+        self.feed(events.Connected(self.now))
 
     @precondition(lambda self: self.connected)
     @rule(really=RARELY)
@@ -126,7 +127,7 @@ class AgentMachine(RuleBasedStateMachine):
         if not really:
             return
         self.connected = False
-        self.feed(state.Disconnected(self.now))
+        self.feed(events.Disconnected(self.now))
 
     @precondition(lambda self: self.connected)
     @rule(
@@ -139,7 +140,7 @@ class AgentMachine(RuleBasedStateMachine):
     def run_new(self, variant: str, tokens: int, lease_ms: int, deadline_ms: int) -> bytes:
         self.next_attempt += 1
         attempt = self.next_attempt.to_bytes(16, "big")
-        self.feed(state.GatewaySaid(Run(attempt, 1, variant, b"{}", 0, tokens, lease_ms, deadline_ms), self.now))
+        self.feed(events.GatewaySaid(Run(attempt, 1, variant, b"{}", 0, tokens, lease_ms, deadline_ms), self.now))
         assert attempt in self.sent, "a Run without an answer"
         return attempt
 
@@ -149,32 +150,32 @@ class AgentMachine(RuleBasedStateMachine):
         if not any(isinstance(frame, Accepted) for frame in self.sent[attempt]):
             return
         before = dict(self.working)
-        self.feed(state.GatewaySaid(Run(attempt, epoch, VARIANTS[0], b"{}", 0, 1, 9_000, 9_000), self.now))
+        self.feed(events.GatewaySaid(Run(attempt, epoch, VARIANTS[0], b"{}", 0, 1, 9_000, 9_000), self.now))
         assert self.working == before, "work began twice"
 
     @precondition(lambda self: self.connected)
     @rule(attempt=attempts, epoch=st.integers(1, 2))
     def cancel(self, attempt: bytes, epoch: int) -> None:
-        self.feed(state.GatewaySaid(protocol.Cancel(attempt, epoch, "left"), self.now))
+        self.feed(events.GatewaySaid(protocol.Cancel(attempt, epoch, "left"), self.now))
 
     @precondition(lambda self: self.connected)
     @rule(attempt=attempts)
     def void(self, attempt: bytes) -> None:
         self.voided.add(attempt)
-        self.feed(state.GatewaySaid(protocol.Void(attempt, 1), self.now))
+        self.feed(events.GatewaySaid(protocol.Void(attempt, 1), self.now))
         assert attempt not in self.agent.reports
 
     @precondition(lambda self: self.connected)
     @rule(attempt=attempts, epoch=st.integers(1, 2))
     def acknowledge(self, attempt: bytes, epoch: int) -> None:
         kept = attempt in self.agent.reports
-        self.feed(state.GatewaySaid(protocol.ReportAck(attempt, epoch), self.now))
+        self.feed(events.GatewaySaid(protocol.ReportAck(attempt, epoch), self.now))
         assert (attempt in self.agent.reports) == (kept and epoch != 1)
 
     @precondition(lambda self: self.connected)
     @rule(attempt=attempts, lease_ms=st.integers(0, 20_000))
     def renew(self, attempt: bytes, lease_ms: int) -> None:
-        self.feed(state.GatewaySaid(protocol.Renew([RunningAttempt(attempt, 1)], lease_ms), self.now))
+        self.feed(events.GatewaySaid(protocol.Renew([RunningAttempt(attempt, 1)], lease_ms), self.now))
 
     # --- the engines ----------------------------------------------------------------------------------------------
 
@@ -182,35 +183,35 @@ class AgentMachine(RuleBasedStateMachine):
     @rule(data=st.data(), text=st.text(max_size=5))
     def piece(self, data: st.DataObject, text: str) -> None:
         attempt = data.draw(st.sampled_from(sorted(self.working)))
-        self.feed(state.PieceCame(attempt, Piece(text, (1,) * len(text)), self.now))
+        self.feed(events.PieceCame(attempt, Piece(text, (1,) * len(text)), self.now))
 
     @precondition(lambda self: self.working)
     @rule(data=st.data(), reason=st.sampled_from(("stop", "length", "")))
     def end(self, data: st.DataObject, reason: str) -> None:
         attempt = data.draw(st.sampled_from(sorted(self.working)))
         self.end_work(attempt)
-        self.feed(state.WorkEnded(attempt, reason, Usage(), self.now))
+        self.feed(events.WorkEnded(attempt, reason, Usage(), self.now))
 
     @precondition(lambda self: self.working)
     @rule(data=st.data(), code=st.sampled_from(("engine_error", "engine_died", "engine_timeout", "engine_rejected")))
     def break_(self, data: st.DataObject, code: str) -> None:
         attempt = data.draw(st.sampled_from(sorted(self.working)))
         self.end_work(attempt)
-        self.feed(state.WorkBroke(attempt, code, "broken", self.now))
+        self.feed(events.WorkBroke(attempt, code, "broken", self.now))
 
     @precondition(lambda self: self.stopping)
     @rule(data=st.data())
     def stopped(self, data: st.DataObject) -> None:
         attempt = data.draw(st.sampled_from(sorted(self.stopping)))
         self.end_work(attempt)
-        self.feed(state.WorkStopped(attempt, self.now))
+        self.feed(events.WorkStopped(attempt, self.now))
 
     @precondition(lambda self: self.starting)
     @rule(data=st.data(), fails=RARELY)
     def started(self, data: st.DataObject, fails: bool) -> None:
         variant = data.draw(st.sampled_from(sorted(self.starting)))
         if fails:
-            self.feed(state.EngineFailed(variant, self.starting.pop(variant), "no memory", self.now))
+            self.feed(events.EngineFailed(variant, self.starting.pop(variant), "no memory", self.now))
         else:
             self.bring_up(variant)
 
@@ -219,20 +220,20 @@ class AgentMachine(RuleBasedStateMachine):
         engine = self.agent.engines[variant]
         if engine.phase is not EnginePhase.READY or not really:
             return
-        self.feed(state.EngineFailed(variant, engine.generation - stale, "killed", self.now))
+        self.feed(events.EngineFailed(variant, engine.generation - stale, "killed", self.now))
         assert (engine.phase is EnginePhase.READY) == stale
 
     @precondition(lambda self: self.verifying)
     @rule(data=st.data(), idle=st.booleans())
     def verified(self, data: st.DataObject, idle: bool) -> None:
         variant = data.draw(st.sampled_from(sorted(self.verifying)))
-        self.feed(state.IdleVerified(variant, self.verifying.pop(variant), idle, self.now))
+        self.feed(events.IdleVerified(variant, self.verifying.pop(variant), idle, self.now))
 
     # --- owner and clock ------------------------------------------------------------------------------------------
 
     @rule(taken=RARELY, grace_s=st.sampled_from((0.0, 5.0)))
     def owner(self, taken: bool, grace_s: float) -> None:
-        self.feed(state.OwnerChanged(not taken, "busy", grace_s, self.now))
+        self.feed(events.OwnerChanged(not taken, "busy", grace_s, self.now))
 
     @precondition(lambda self: not self.draining)
     @rule(grace_s=st.sampled_from((0.0, 5.0)))
@@ -241,12 +242,12 @@ class AgentMachine(RuleBasedStateMachine):
         if self.now < 120:
             return
         self.draining = True
-        self.feed(state.Stopping(grace_s, self.now))
+        self.feed(events.Stopping(grace_s, self.now))
 
     @rule(seconds=st.sampled_from((0.1, 0.1, 1.0, 1.0, 6.0, 30.0)))
     def tick(self, seconds: float) -> None:
         self.now += seconds
-        self.feed(state.Tick(self.now))
+        self.feed(events.Tick(self.now))
 
     # --- what always holds ------------------------------------------------------------------------------------------
 
@@ -264,15 +265,15 @@ class AgentMachine(RuleBasedStateMachine):
     @invariant()
     def every_attempt_has_work_or_waits_for_its_proof(self) -> None:
         for attempt, known in self.agent.attempts.items():
-            if known.phase is state.AttemptPhase.VERIFYING:
+            if known.phase is records.AttemptPhase.VERIFYING:
                 variant = known.run.variant_sha256
                 others = self.agent._in_phase(
-                    self.agent.engines[variant], state.AttemptPhase.RUNNING, state.AttemptPhase.STOPPING
+                    self.agent.engines[variant], records.AttemptPhase.RUNNING, records.AttemptPhase.STOPPING
                 )
                 assert variant in self.verifying or others, "a slot that nothing will free"
             else:
                 assert attempt in self.working
-                assert (attempt in self.stopping) == (known.phase is state.AttemptPhase.STOPPING)
+                assert (attempt in self.stopping) == (known.phase is records.AttemptPhase.STOPPING)
 
     @invariant()
     def the_gateway_knows_what_is_served(self) -> None:
@@ -294,16 +295,16 @@ class AgentMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Once faults stop, everything comes to rest in bounded time."""
         self.draining = True
-        self.feed(state.Stopping(0.0, self.now))
+        self.feed(events.Stopping(0.0, self.now))
         for attempt in sorted(self.working):
             self.end_work(attempt)
-            self.feed(state.WorkStopped(attempt, self.now))
+            self.feed(events.WorkStopped(attempt, self.now))
         assert self.agent.attempts == {}
         assert all(engine.phase is EnginePhase.OFF for engine in self.agent.engines.values())
         if not self.connected:
             self.connect()
         for attempt, report in list(self.agent.reports.items()):
-            self.feed(state.GatewaySaid(protocol.ReportAck(attempt, report.frame.epoch), self.now))
+            self.feed(events.GatewaySaid(protocol.ReportAck(attempt, report.frame.epoch), self.now))
         assert self.agent.at_rest
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from agent import protocol, state
+from agent import events, protocol, records, state
 from agent.engines.port import EngineFacts, Piece, Usage
 from agent.protocol import Failed, Finished, Inventory, Tokens
-from agent.state import AgentState, EnginePhase
+from agent.records import EnginePhase
+from agent.state import AgentState
 from tests.agent_doubles import VARIANT, run_frame, served
 
 FACTS = EngineFacts("scripted", "1", 2, 1024, True, 0.0, 7)
@@ -18,35 +19,35 @@ FACTS = EngineFacts("scripted", "1", 2, 1024, True, 0.0, 7)
 
 def ready(now: float = 0.0) -> AgentState:
     agent = AgentState([served()], lambda payload: b"signed")
-    agent.handle(state.OwnerChanged(True, "", 0.0, now))
-    agent.handle(state.EngineReady(VARIANT, 1, FACTS, now))
-    agent.handle(state.Connected(now))
+    agent.handle(events.OwnerChanged(True, "", 0.0, now))
+    agent.handle(events.EngineReady(VARIANT, 1, FACTS, now))
+    agent.handle(events.Connected(now))
     return agent
 
 
-def frames(instructions: list[state.Instruction], kind: type[Any]) -> list[Any]:
-    return [item.frame for item in instructions if isinstance(item, state.Send) and isinstance(item.frame, kind)]
+def frames(instructions: list[events.Instruction], kind: type[Any]) -> list[Any]:
+    return [item.frame for item in instructions if isinstance(item, events.Send) and isinstance(item.frame, kind)]
 
 
 def start(agent: AgentState, attempt: bytes = b"a", now: float = 0.0, **changes: Any) -> None:
-    out = agent.handle(state.GatewaySaid(run_frame(attempt, **changes), now))
-    assert any(isinstance(item, state.StartWork) for item in out)
-    agent.handle(state.WorkBegan(attempt, now))
+    out = agent.handle(events.GatewaySaid(run_frame(attempt, **changes), now))
+    assert any(isinstance(item, events.StartWork) for item in out)
+    agent.handle(events.WorkBegan(attempt, now))
 
 
 class TestTimes:
     def test_are_measured_from_arrival_and_from_the_engines_start(self) -> None:
         agent = ready()
-        agent.handle(state.GatewaySaid(run_frame(b"a"), 10.0))
-        agent.handle(state.WorkBegan(b"a", 10.25))
-        agent.handle(state.PieceCame(b"a", Piece("x"), 11.0))
-        report = frames(agent.handle(state.WorkEnded(b"a", "stop", Usage(8, 0, 1, 0), 12.25)), Finished)[0]
+        agent.handle(events.GatewaySaid(run_frame(b"a"), 10.0))
+        agent.handle(events.WorkBegan(b"a", 10.25))
+        agent.handle(events.PieceCame(b"a", Piece("x"), 11.0))
+        report = frames(agent.handle(events.WorkEnded(b"a", "stop", Usage(8, 0, 1, 0), 12.25)), Finished)[0]
         assert (report.queued_ms, report.ttft_ms, report.busy_ms) == (250.0, 1000.0, 2000.0)
 
     def test_of_an_answer_without_tokens_have_no_first_token(self) -> None:
         agent = ready()
         start(agent)
-        report = frames(agent.handle(state.WorkEnded(b"a", "stop", Usage(8, 0, 0, 0), 1.0)), Finished)[0]
+        report = frames(agent.handle(events.WorkEnded(b"a", "stop", Usage(8, 0, 0, 0), 1.0)), Finished)[0]
         assert report.ttft_ms is None
         assert report.usage.completion_tokens == 0
 
@@ -56,7 +57,7 @@ class TestPieces:
         agent = ready()
         start(agent)
         text = "ab" * state.MAX_TEXT_CHARS
-        sent = frames(agent.handle(state.PieceCame(b"a", Piece(text, (1, 2)), 1.0)), Tokens)
+        sent = frames(agent.handle(events.PieceCame(b"a", Piece(text, (1, 2)), 1.0)), Tokens)
         assert "".join(frame.text for frame in sent) == text
         assert [frame.sequence for frame in sent] == [0, 1]
         assert [frame.token_ids for frame in sent] == [[1, 2], []]
@@ -64,30 +65,30 @@ class TestPieces:
     def test_with_lone_surrogates_can_be_sent(self) -> None:
         agent = ready()
         start(agent)
-        sent = frames(agent.handle(state.PieceCame(b"a", Piece("ok \ud83d"), 1.0)), Tokens)
+        sent = frames(agent.handle(events.PieceCame(b"a", Piece("ok \ud83d"), 1.0)), Tokens)
         assert protocol.decode_from_agent(protocol.encode(sent)) == sent
 
     def test_that_are_oversized_end_the_attempt(self) -> None:
         agent = ready()
         start(agent)
-        out = agent.handle(state.PieceCame(b"a", Piece("", extra=b"x" * (state.MAX_EXTRA_BYTES + 1)), 1.0))
+        out = agent.handle(events.PieceCame(b"a", Piece("", extra=b"x" * (state.MAX_EXTRA_BYTES + 1)), 1.0))
         assert frames(out, Failed)[0].code == "engine_error"
-        assert state.StopWork(b"a") in out
+        assert events.StopWork(b"a") in out
 
     def test_that_are_empty_are_not_sent(self) -> None:
         agent = ready()
         start(agent)
-        assert agent.handle(state.PieceCame(b"a", Piece(""), 1.0)) == []
+        assert agent.handle(events.PieceCame(b"a", Piece(""), 1.0)) == []
 
 
 class TestADeadline:
     def test_stops_the_attempt_as_a_cancel_does(self) -> None:
         agent = ready()
         start(agent, deadline_ms=5_000, lease_ms=60_000)
-        assert agent.handle(state.Tick(4.9)) == []
-        assert agent.handle(state.Tick(5.0)) == [state.StopWork(b"a")]
-        agent.handle(state.WorkStopped(b"a", 5.1))
-        report = frames(agent.handle(state.IdleVerified(VARIANT, 1, True, 5.2)), Finished)[0]
+        assert agent.handle(events.Tick(4.9)) == []
+        assert agent.handle(events.Tick(5.0)) == [events.StopWork(b"a")]
+        agent.handle(events.WorkStopped(b"a", 5.1))
+        report = frames(agent.handle(events.IdleVerified(VARIANT, 1, True, 5.2)), Finished)[0]
         assert report.finish_reason == "cancelled"
 
 
@@ -95,11 +96,11 @@ class TestReports:
     def test_are_repeated_with_growing_pauses_until_acknowledged(self) -> None:
         agent = ready()
         start(agent)
-        agent.handle(state.WorkEnded(b"a", "stop", Usage(), 0.0))
-        sent_at = [now for now in range(1, 200) if frames(agent.handle(state.Tick(float(now))), Finished)]
+        agent.handle(events.WorkEnded(b"a", "stop", Usage(), 0.0))
+        sent_at = [now for now in range(1, 200) if frames(agent.handle(events.Tick(float(now))), Finished)]
         assert sent_at[:4] == [5, 10, 20, 40]
         assert max(later - earlier for earlier, later in itertools.pairwise(sent_at)) <= 60
-        agent.handle(state.GatewaySaid(protocol.ReportAck(b"a", 1), 200.0))
+        agent.handle(events.GatewaySaid(protocol.ReportAck(b"a", 1), 200.0))
         assert agent.at_rest
 
     def test_are_bounded_and_the_oldest_goes_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +109,7 @@ class TestReports:
         for number in range(5):
             attempt = bytes([number])
             start(agent, attempt)
-            agent.handle(state.WorkEnded(attempt, "stop", Usage(), 0.0))
+            agent.handle(events.WorkEnded(attempt, "stop", Usage(), 0.0))
         assert list(agent.reports) == [b"\x02", b"\x03", b"\x04"]
         assert agent.counters.reports_dropped == 2
 
@@ -117,13 +118,13 @@ class TestAnEngineThatKeepsDying:
     def test_is_started_with_growing_pauses(self) -> None:
         agent = ready()
         now, starts = 1.0, []
-        agent.handle(state.EngineFailed(VARIANT, 1, "killed", now))
+        agent.handle(events.EngineFailed(VARIANT, 1, "killed", now))
         while len(starts) < 8:
             now += 0.5
-            for item in agent.handle(state.Tick(now)):
-                if isinstance(item, state.StartEngine):
+            for item in agent.handle(events.Tick(now)):
+                if isinstance(item, events.StartEngine):
                     starts.append(now)
-                    agent.handle(state.EngineFailed(VARIANT, item.generation, "killed", now))
+                    agent.handle(events.EngineFailed(VARIANT, item.generation, "killed", now))
         pauses = [later - earlier for earlier, later in itertools.pairwise(starts)]
         assert pauses == [2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
 
@@ -131,15 +132,15 @@ class TestAnEngineThatKeepsDying:
         agent = ready()
         engine = agent.engines[VARIANT]
         engine.failures = 5
-        agent.handle(state.EngineFailed(VARIANT, 1, "killed", 1_000.0))
+        agent.handle(events.EngineFailed(VARIANT, 1, "killed", 1_000.0))
         assert engine.retry_at == 1_001.0
 
     def test_withdraws_the_offer_until_it_serves_again(self) -> None:
         agent = ready()
-        told = frames(agent.handle(state.EngineFailed(VARIANT, 1, "killed", 1.0)), Inventory)
+        told = frames(agent.handle(events.EngineFailed(VARIANT, 1, "killed", 1.0)), Inventory)
         assert told[-1].offers == []
-        agent.handle(state.Tick(2.0))
-        told = frames(agent.handle(state.EngineReady(VARIANT, 2, FACTS, 3.0)), Inventory)
+        agent.handle(events.Tick(2.0))
+        told = frames(agent.handle(events.EngineReady(VARIANT, 2, FACTS, 3.0)), Inventory)
         assert len(told[-1].offers) == 1
 
 
@@ -148,23 +149,23 @@ class TestAProof:
         agent = ready()
         start(agent, b"a")
         start(agent, b"b")
-        agent.handle(state.GatewaySaid(protocol.Cancel(b"a", 1, "left"), 1.0))
-        out = agent.handle(state.WorkStopped(b"a", 1.1))
+        agent.handle(events.GatewaySaid(protocol.Cancel(b"a", 1, "left"), 1.0))
+        out = agent.handle(events.WorkStopped(b"a", 1.1))
         assert frames(out, Finished)[0].attempt == b"a"
-        assert not any(isinstance(item, state.VerifyIdle) for item in out)
-        out = agent.handle(state.WorkEnded(b"b", "stop", Usage(), 2.0))
-        assert state.VerifyIdle(VARIANT, 1) in out
+        assert not any(isinstance(item, events.VerifyIdle) for item in out)
+        out = agent.handle(events.WorkEnded(b"b", "stop", Usage(), 2.0))
+        assert events.VerifyIdle(VARIANT, 1) in out
 
     def test_that_fails_while_new_work_runs_blames_nobody(self) -> None:
         agent = ready()
         start(agent, b"a")
-        agent.handle(state.GatewaySaid(protocol.Cancel(b"a", 1, "left"), 1.0))
-        assert state.VerifyIdle(VARIANT, 1) in agent.handle(state.WorkStopped(b"a", 1.1))
+        agent.handle(events.GatewaySaid(protocol.Cancel(b"a", 1, "left"), 1.0))
+        assert events.VerifyIdle(VARIANT, 1) in agent.handle(events.WorkStopped(b"a", 1.1))
         start(agent, b"b", 1.2)
-        out = agent.handle(state.IdleVerified(VARIANT, 1, False, 11.0))
+        out = agent.handle(events.IdleVerified(VARIANT, 1, False, 11.0))
         assert frames(out, Finished)[0].attempt == b"a"
         assert agent.engines[VARIANT].phase is EnginePhase.READY
-        assert state.VerifyIdle(VARIANT, 1) in agent.handle(state.WorkEnded(b"b", "stop", Usage(), 12.0))
+        assert events.VerifyIdle(VARIANT, 1) in agent.handle(events.WorkEnded(b"b", "stop", Usage(), 12.0))
 
 
 class TestSpeeds:
@@ -172,18 +173,18 @@ class TestSpeeds:
         agent = ready()
         start(agent, b"a", 0.0)
         for number in range(11):
-            agent.handle(state.PieceCame(b"a", Piece("x"), 1.0 + number / 10))
-        agent.handle(state.WorkEnded(b"a", "stop", Usage(100, 0, 11, 0), 2.1))
-        offer = frames(agent.handle(state.Tick(3.0)), Inventory)[0].offers[0]
+            agent.handle(events.PieceCame(b"a", Piece("x"), 1.0 + number / 10))
+        agent.handle(events.WorkEnded(b"a", "stop", Usage(100, 0, 11, 0), 2.1))
+        offer = frames(agent.handle(events.Tick(3.0)), Inventory)[0].offers[0]
         assert offer.prefill_tokens_per_s == pytest.approx(100.0)
         assert offer.decode_tokens_per_s == pytest.approx(10.0)
-        assert frames(agent.handle(state.Tick(30.0)), Inventory) == []
+        assert frames(agent.handle(events.Tick(30.0)), Inventory) == []
 
 
 class TestDefects:
     def test_show_as_impossible_transitions(self) -> None:
         agent = ready()
-        with pytest.raises(state.ImpossibleTransition, match="ready -> starting"):
+        with pytest.raises(records.ImpossibleTransition, match="ready -> starting"):
             agent.engines[VARIANT].move(EnginePhase.STARTING)
 
     def test_of_the_configuration_are_refused(self) -> None:

@@ -1,0 +1,188 @@
+"""What happens to the agent (events), and what it is to do about it (instructions).
+
+Times are monotonic seconds. `generation` counts the starts of one engine, so that news about an older one can be told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agent.engines.port import EngineFacts, Piece, Usage
+from agent.protocol import Accepted, Failed, Finished, GatewayFrame, Inventory, Refused, Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The gateway said Welcome."""
+
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """The socket is gone, and with it whoever could take an answer."""
+
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySaid:
+    """One frame about work."""
+
+    frame: GatewayFrame
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkBegan:
+    """The engine was handed the request."""
+
+    attempt: bytes
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class PieceCame:
+    attempt: bytes
+    piece: Piece
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkEnded:
+    """The engine ended in order; an empty finish_reason means that it closed without one."""
+
+    attempt: bytes
+    finish_reason: str
+    usage: Usage
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkBroke:
+    """The engine failed this attempt. `code` is one of protocol.FAILURES."""
+
+    attempt: bytes
+    code: str
+    message: str
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkStopped:
+    """The shell closed the stream, as StopWork told it to."""
+
+    attempt: bytes
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReady:
+    variant: str
+    generation: int
+    facts: EngineFacts
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFailed:
+    """It did not start, or it is dead."""
+
+    variant: str
+    generation: int
+    message: str
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class IdleVerified:
+    """Answer to VerifyIdle. idle False: the engine still worked when the time for it was up."""
+
+    variant: str
+    generation: int
+    idle: bool
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerChanged:
+    """The owner took the machine back, or gave it."""
+
+    available: bool
+    reason: str
+    grace_s: float
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """The agent was asked to end. A second one ends the grace."""
+
+    grace_s: float
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed. At least once a second."""
+
+    now: float
+
+
+WorkEvent = WorkBegan | PieceCame | WorkEnded | WorkBroke | WorkStopped
+EngineEvent = EngineReady | EngineFailed | IdleVerified
+Event = Connected | Disconnected | GatewaySaid | WorkEvent | EngineEvent | OwnerChanged | Stopping | Tick
+
+
+# --- instructions -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Put the frame on the socket; without one, drop it."""
+
+    frame: Accepted | Refused | Tokens | Finished | Failed | Inventory
+
+
+@dataclass(frozen=True, slots=True)
+class SendTelemetry:
+    """Sample and send now: what the gateway believes about this node is no longer true."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartWork:
+    attempt: bytes
+    variant: str
+    body: bytes
+    max_output_tokens: int
+    cache_scope: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StopWork:
+    attempt: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StartEngine:
+    variant: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopEngine:
+    """End the engine's process, whatever it is doing."""
+
+    variant: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyIdle:
+    """Ask the engine until it is idle, for a bounded time."""
+
+    variant: str
+    generation: int
+
+
+Instruction = Send | SendTelemetry | StartWork | StopWork | StartEngine | StopEngine | VerifyIdle
