@@ -207,7 +207,10 @@ async def _read(request: Request) -> tuple[Submission, ChatRequest]:
 
 def _parse(body: bytes) -> tuple[Submission, ChatRequest]:
     submission = decode_strict(body, Submission)
-    chat = to_request(submission.request)
+    try:
+        chat = to_request(submission.request)
+    except InvalidBody as error:
+        raise InvalidBody(error.message, param=f"request.{error.param}" if error.param else "request") from None
     if chat.stream:
         raise InvalidBody("A job's answer is fetched, not streamed: leave `stream` out.", param="request.stream")
     return submission, chat

@@ -12,7 +12,7 @@ from marketplace.core.settings import Settings
 from marketplace.core.valkey import connect
 from marketplace.jobs import repository
 from marketplace.jobs.hot import Close
-from marketplace.jobs.tasks import assign_once, assign_until_done
+from marketplace.jobs.tasks import assign_once, assign_until_done, sweep
 from marketplace.matching.types import Rates
 from tests.market import RATES
 from tests.queue_world import GATEWAY, QueueWorld
@@ -102,6 +102,18 @@ class TestPlacing:
         nowhere = connect("unix:///nonexistent/valkey.sock")
         assert assign_until_done(world.factory, nowhere, world.matcher()) == 0
         assert world.job(job.job_id).state == "queued"
+
+    def test_a_dispatch_that_valkey_lost_costs_time_and_no_job(self, world: QueueWorld) -> None:
+        world.connect()
+        job = world.admit()
+        assign(world)
+        world.client.flushall()
+        assert world.dispatched() == []
+        world.pass_time(world.settings.lease_s + 1)
+        world.publish()
+        sweep(world.factory, world.client, world.settings)
+        assert assign(world) == 1
+        assert world.dispatched() == [world.attempts(job.job_id)[1].id]
 
     def test_the_reservation_of_a_refused_lease_is_given_back(self, world: QueueWorld) -> None:
         offer = world.connect(slots=1)
