@@ -8,7 +8,6 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 from uuid import UUID
 
@@ -23,7 +22,7 @@ from marketplace.accounts.service import create_key, create_organisation
 from marketplace.app import Gateway, create_app
 from marketplace.billing.checks import invariants
 from marketplace.billing.service import Credit, balance, ensure_credit_account, top_up
-from marketplace.catalog import importer
+from marketplace.catalog.importer import import_gguf
 from marketplace.catalog.models import Model, Variant
 from marketplace.core.database import SessionFactory, transaction
 from marketplace.core.settings import Settings
@@ -33,7 +32,6 @@ from marketplace.metering.models import Receipt
 from tests.fleet_world import Enrolled, enrol_node, greet, offer_report, telemetry, until
 from tests.vocabularies import MODEL_ID, smollm2_path
 
-SHA256 = "d" * 64
 WORDS = ("The", " quick", " brown", " fox", " jumps", " over", " the", " lazy", " dog", ".")
 """One token each, in any vocabulary of English."""
 CREDIT_NANO = 1_000_000_000
@@ -45,21 +43,25 @@ Behaviour = Callable[["ScriptedAgent", Run], Awaitable[None]]
 # --- rows -----------------------------------------------------------------------------------------------------------
 
 
-@lru_cache
-def _variant_columns() -> dict[str, Any]:
-    # Comparing the tokenizer with its oracle takes seconds: once for all tests.
-    return importer._describe(smollm2_path(), importer.DEFAULT_MAX_OUTPUT)
+_columns: dict[str, Any] = {}
 
 
 def sell_smollm2(factory: SessionFactory) -> UUID:
-    """The bundled model in the catalogue, under a made-up hash, with its real tokenizer and template."""
+    """The bundled model in the catalogue, with its real tokenizer and template.
+
+    The first test of a run imports the file; the others copy the row, since hashing and comparing take seconds.
+    """
     with transaction(factory) as session:
+        if not _columns:
+            variant = import_gguf(session, smollm2_path(), MODEL_ID, "SmolLM2")
+            _columns.update(
+                {c.key: getattr(variant, c.key) for c in Variant.__table__.columns if c.key != "created_at"}
+            )
+            return variant.id
         session.add(Model(id=MODEL_ID, display_name="SmolLM2"))
         session.flush()
-        variant = Variant(model_id=MODEL_ID, sha256=SHA256, **_variant_columns())
-        session.add(variant)
-        session.flush()
-        return variant.id
+        session.add(Variant(**_columns))
+        return UUID(str(_columns["id"]))
 
 
 @dataclass(frozen=True)
@@ -268,7 +270,7 @@ class World:
         await greet(connection, enrolled)
         agent = ScriptedAgent(enrolled, connection, behaviour)
         self.agents.append(agent)
-        report = offer_report(**{"variant_sha256": SHA256, "prefix_cache_s": 0.0, **offer})
+        report = offer_report(**{"variant_sha256": _columns["sha256"], "prefix_cache_s": 0.0, **offer})
         await agent.say(telemetry(), Inventory([report], None, None))
         await until(lambda: any(seen.node_id == enrolled.node_id for seen in self.offers()))
         return agent

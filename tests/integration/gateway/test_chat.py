@@ -42,6 +42,11 @@ async def stream_text(client: openai.AsyncOpenAI, **changes: Any) -> tuple[str, 
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices), chunks
 
 
+async def collect(stream: Any, into: list[Any]) -> None:
+    async for chunk in stream:
+        into.append(chunk)
+
+
 class TestACompleteAnswer:
     def test_streams_is_charged_once_and_says_what_it_cost(
         self, settings: Settings, session_factory: SessionFactory
@@ -313,8 +318,7 @@ class TestANodeThatFails:
                 stream = await market.client(renter).chat.completions.create(model=MODEL_ID, messages=CHAT, stream=True)
                 seen: list[Any] = []
                 with pytest.raises(openai.APIError):
-                    async for chunk in stream:
-                        seen.append(chunk)
+                    await collect(stream, seen)
                 assert "".join(chunk.choices[0].delta.content for chunk in seen) == "".join(WORDS[:3])
                 assert all(chunk.choices[0].finish_reason is None for chunk in seen)
                 await market.settled()
