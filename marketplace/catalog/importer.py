@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from agent.sizing.gguf import GgufError, GgufHeader, read_header, require_complete
+from agent.sizing.shape import read_shape
 from marketplace.catalog.corpus import TEXTS, chats
 from marketplace.catalog.models import Model, Variant
 from marketplace.catalog.oracle import Oracle, OracleFacts
@@ -75,7 +77,7 @@ def import_gguf(
     known = session.scalars(select(Variant).where(Variant.sha256 == sha256)).one_or_none()
     if known is not None:
         return _checked_known(known, model_id)
-    values = _describe(path, default_max_output)
+    values = describe(path, default_max_output)
     session.execute(insert(Model).values(id=model_id, display_name=display_name).on_conflict_do_nothing())
     # Two importers of one file: the second finds the first one's row.
     row = insert(Variant).values(id=new_id(), model_id=model_id, sha256=sha256, **values)
@@ -94,44 +96,28 @@ def hash_file(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:
     return digest.hexdigest()
 
 
-def shape_of(header: GgufHeader) -> dict[str, Any]:
-    """What fit and speed need: all numbers and names under the architecture's prefix, and the weights' true size."""
-    architecture = header.text("general.architecture") or ""
-    prefix = f"{architecture}."
-    shape: dict[str, Any] = {
-        key.removeprefix(prefix): value
-        for key, value in header.metadata.items()
-        if key.startswith(prefix) and isinstance(value, (int, float, str, bool))
-    }
-    parameters = sum(tensor.elements for tensor in header.tensors)
-    return shape | {"architecture": architecture, "tensor_bytes": header.tensor_bytes, "parameters": parameters}
-
-
 def _checked_known(variant: Variant, model_id: str) -> Variant:
     if variant.model_id != model_id:
         raise UnsellableFile(f"This file is already sold as {variant.model_id!r}.", param="model_id")
     return variant
 
 
-def _describe(path: Path, default_max_output: int) -> dict[str, Any]:
-    """The columns of a variant that come out of its file."""
+def describe(path: Path, default_max_output: int) -> dict[str, Any]:
+    """The columns of a variant that come out of its file, all but the hash. Raises as `import_gguf` does."""
     try:
         header = read_header(path, ARRAYS)
         require_complete(header)
         vocabulary = read_vocabulary(header)
+        shape = read_shape(path)
     except (GgufError, VocabularyError) as error:
         raise UnsellableFile(f"{path.name} cannot be sold: {error}.") from error
-    architecture = header.text("general.architecture")
-    context = header.integer(f"{architecture}.context_length")
-    if context is None or context < 1:
-        raise UnsellableFile(f"{path.name} cannot be sold: it does not say how long its context is.")
     kind, stored, special, source = _tokenizer_and_template(path, header, vocabulary)
     return {
         "size_bytes": header.file_size,
         "quantisation": quantisation_of(header),
-        "training_context": context,
-        "default_max_output": max(1, min(default_max_output, context // 4)),
-        "shape": shape_of(header),
+        "training_context": shape.context_train,
+        "default_max_output": max(1, min(default_max_output, shape.context_train // 4)),
+        "shape": {"architecture": vocabulary.architecture, **asdict(shape)},
         "tokenizer_kind": kind,
         "tokenizer": stored,
         "chat_template": source,

@@ -37,7 +37,7 @@ class Variant(Base):
     default_max_output: Mapped[int]
     """Output bound where the request gives none, in tokens."""
     shape: Mapped[dict[str, Any]]
-    """Layers, heads and sizes from the file's metadata: what fit and speed need (agent/sizing)."""
+    """The fields of agent.sizing.shape.ModelShape, and the architecture's name: what fit and speed need."""
     tokenizer_kind: Mapped[str]
     """`fast` (tokenizers, checked against the oracle at import) or `oracle`."""
     tokenizer: Mapped[bytes] = mapped_column(LargeBinary)
