@@ -59,7 +59,7 @@ _RULES: dict[str, str] = {
         from jobs j join receipts r on r.job_id = j.id left join ledger_holds h on h.id = j.id
         where j.state = 'delivered' and {recent}
           and not (h.state is not distinct from 'held' and h.amount_nano = r.charge_nano
-                   or r.charge_nano = 0 and h.state is not distinct from 'released')
+                   or r.charge_nano = 0 and coalesce(h.state, '') in ('released', 'expired'))
     """,
     "no hold remains on an ended job": """
         select j.id, format('is %s, its hold is %s over %s nano', j.state, h.state, h.amount_nano)

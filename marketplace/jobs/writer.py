@@ -47,6 +47,8 @@ MAX_PREEMPTIONS = 10
 
 MAX_BATCH = 1_024
 """Records in one statement."""
+MAX_BATCH_TEXT_BYTES = 8 * 1024 * 1024
+"""A batch with this much of bodies and results takes no further record."""
 MAX_WAITING = 20_000
 """Records in the queue; beyond them callers are refused at once."""
 PATIENCE_S = 5.0
@@ -118,6 +120,15 @@ def _answer(record: Record, answers: dict[str, Any]) -> Answer:
     name, shape = _GROUPS[type(record)]
     values = next(answers[name])
     return None if values is None else shape(*values)
+
+
+def _text_bytes(record: Record) -> int:
+    """Roughly what the long texts of a record weigh."""
+    if isinstance(record, Admit):
+        return len(record.body or "")
+    if isinstance(record, Close):
+        return len(record.result or "")
+    return 0
 
 
 def _storable(record: Record) -> Record:
@@ -237,7 +248,7 @@ class HotWriter:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Answer] = loop.create_future()
         self._put(_Wish(record, loop, future))
-        guard = loop.call_later(ANSWER_TIMEOUT_S, _fail, future, _away())
+        guard = loop.call_later(ANSWER_TIMEOUT_S, _give_up, future)
         try:
             return await future
         finally:
@@ -306,9 +317,10 @@ class HotWriter:
             _settle([(wish, _internal(error)) for wish in failed])
 
     def _gather(self, first: _Wish) -> tuple[list[_Wish], bool]:
-        """What waits now, at most MAX_BATCH; and whether to go on after it."""
+        """What waits now, within the bounds of a batch; and whether to go on after it."""
         wishes = [first]
-        while len(wishes) < MAX_BATCH:
+        text_bytes = _text_bytes(first.record)
+        while len(wishes) < MAX_BATCH and text_bytes < MAX_BATCH_TEXT_BYTES:
             try:
                 wish = self._queue.get_nowait()
             except queue.Empty:
@@ -316,6 +328,7 @@ class HotWriter:
             if wish is None:
                 return wishes, False
             wishes.append(wish)
+            text_bytes += _text_bytes(wish.record)
         return wishes, True
 
     def _refuse_rest(self) -> None:
@@ -362,13 +375,13 @@ class HotWriter:
     def _take_apart(self, wishes: list[_Wish], error: psycopg.Error) -> None:
         """One record is poisoned, or must wait for a lock: it fails, or waits aside, alone."""
         if len(wishes) > 1:
-            log.warning("hot_batch_taken_apart", records=len(wishes), error=str(error))
+            log.warning("hot_batch_taken_apart", records=len(wishes), **_facts(error))
             for wish in wishes:
                 self._write([wish])
         elif _transient(error):
             self._aside += wishes
         else:
-            log.error("hot_record_rejected", kind=type(wishes[0].record).__name__, error=str(error))
+            log.error("hot_record_rejected", kind=type(wishes[0].record).__name__, **_facts(error))
             _settle([(wishes[0], RecordRejected(wishes[0].record, error))])
 
     def _retry_aside(self) -> None:
@@ -394,7 +407,7 @@ class HotWriter:
         now_s = time.monotonic()
         late = [wish for wish in wishes if wish.late(now_s)]
         if late or tries == 0:
-            log.warning("hot_writer_waits", error=str(error), records=len(wishes), given_up=len(late))
+            log.warning("hot_writer_waits", records=len(wishes), given_up=len(late), **_facts(error))
         _settle([(wish, _away()) for wish in late])
         left = [wish for wish in wishes if not wish.late(now_s)]
         if left:
@@ -431,6 +444,16 @@ def _transient(error: psycopg.Error) -> bool:
     return error.sqlstate in _TRANSIENT_SQLSTATES or (error.sqlstate or "")[:2] in {"08", "53", "57"}
 
 
+def _facts(error: psycopg.Error) -> dict[str, str | None]:
+    """What may be logged of an error. Its details may quote the row, and with it a renter's prompt."""
+    diagnosis = error.diag
+    return {
+        "error": diagnosis.message_primary or type(error).__name__,
+        "sqlstate": error.sqlstate,
+        "constraint": diagnosis.constraint_name,
+    }
+
+
 def _away() -> Unavailable:
     return Unavailable("The database does not answer. Send the request again.", headers={"Retry-After": "2"})
 
@@ -441,9 +464,9 @@ def _internal(error: Exception) -> FallowError:
     return failure
 
 
-def _fail(future: asyncio.Future[Any], error: Exception) -> None:
+def _give_up(future: asyncio.Future[Any]) -> None:
     if not future.done():
-        future.set_exception(error)
+        future.set_exception(_away())
 
 
 def _settle(results: Iterable[tuple[_Wish, Answer | FallowError]]) -> None:

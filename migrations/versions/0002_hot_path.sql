@@ -259,7 +259,7 @@ returns text language sql immutable as $$
               or c.job_state = 'queued' and j.state = 'running' and j.kind = 'queued') then 'impossible'
     when c.job_state in ('delivered', 'voided') and c.outcome is null then 'impossible'
     when c.job_state <> 'delivered' then null
-    when h.state <> 'held' then 'hold_gone'
+    when h.state is distinct from 'held' and (c.receipt).charge_nano > 0 then 'hold_gone'
     when (c.receipt).charge_nano > h.amount_nano then 'charge_exceeds_hold'
     when (c.receipt).output_visible_tokens + (c.receipt).output_reasoning_tokens
          > greatest(a.accepted_tokens, c.accepted_tokens) then 'paid_exceeds_accepted'

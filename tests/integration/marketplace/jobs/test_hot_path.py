@@ -203,7 +203,7 @@ def base(database_url: str) -> Iterator[tuple[SessionFactory, psycopg.Connection
 class TestAnySequence:
     @given(steps=st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 199)), min_size=5, max_size=20))
     @settings(
-        max_examples=60, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+        max_examples=30, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
     )
     def test_the_rules_and_the_balance_hold_after_each_step(
         self,

@@ -14,10 +14,10 @@ import psycopg
 import pytest
 from sqlalchemy import text
 
+import ledger
 from marketplace.billing.checks import invariants
 from marketplace.core.database import SessionFactory, transaction
 from marketplace.core.errors import FallowError, Unavailable
-from marketplace.core.ids import new_id
 from marketplace.jobs.hot import Admit, Admitted, Checkpoint, Closed, Leased, Refused
 from marketplace.jobs.writer import HotWriter, RecordRejected, run_batch, run_in_session
 from marketplace.matching.types import Rates
@@ -286,6 +286,15 @@ class TestPoison:
         assert [answer.ok for answer in answers] == [True] * 10
         assert balance(one, market.renter)[1] == 10 * HOLD_NANO
 
+    def test_what_is_logged_of_a_rejected_record_quotes_none_of_its_content(
+        self, market: Market, writer: HotWriter, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(RecordRejected):
+            writer.submit_sync(market.admit(queued=True, body='{"secret prompt": 1}', kind="wrong"))
+        logged = capsys.readouterr()
+        assert "hot_record_rejected" in logged.out + logged.err
+        assert "secret" not in logged.out + logged.err
+
     def test_a_result_with_a_nul_is_stored_without_it(
         self, market: Market, writer: HotWriter, one: Callable[..., Any]
     ) -> None:
@@ -330,6 +339,19 @@ class TestEnds:
             "end_code": "engine_died",
             "fault": "node",
         }
+
+    def test_a_hold_that_expired_pays_nothing_but_keeps_nobody_from_ending_the_job(
+        self, session_factory: SessionFactory, market: Market, writer: HotWriter, one: Callable[..., Any]
+    ) -> None:
+        job = market.admit(deadline_s=-10.0, hold_margin_s=0.0)
+        writer.submit_sync(job)
+        with transaction(session_factory) as session:
+            assert ledger.expire(session, ledger.overdue(session, 10)) == 1
+        assert balance(one, market.renter) == (1_000_000_000, 0)
+        assert writer.submit_sync(market.delivered(job)) == Closed(False, "hold_gone")
+        receipt = market.receipt(50, by_platform=True)
+        close = market.delivered(job, outcome="platform_failed", receipt=receipt, fault="platform")
+        assert writer.submit_sync(close) == Closed(True)
 
     def test_a_failure_of_ours_is_paid_by_us_and_holds_nothing(
         self, market: Market, writer: HotWriter, one: Callable[..., Any]
@@ -652,7 +674,3 @@ class TestFaults:
                 return [*others, await waits]
 
             assert [answer.ok for answer in asyncio.run(burst())] == [True] * 4
-
-
-def test_ids_of_records_are_their_callers(market: Market) -> None:
-    assert market.admit(job_id=new_id()).job_id != market.admit().job_id
