@@ -1,4 +1,4 @@
-"""Every query over jobs, attempts and the queue. Reads with the database's clock; the hot path's functions write."""
+"""Every query over jobs, attempts and the queue. The database's clock decides; the hot path's functions write."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class JobView:
 def load_dispatch(session: Session, attempt_id: UUID) -> Dispatch | None:
     """The attempt with that id. None, and so nothing to run, if it ended, its lease ran out, or there is none."""
     row = session.execute(
-        _dispatches().where(Attempt.id == attempt_id, Attempt.lease_expires_at > func.clock_timestamp())
+        _dispatches().where(Attempt.id == attempt_id, Attempt.lease_expires_at > func.now())
     ).one_or_none()
     return _dispatch(row) if row is not None else None
 
@@ -96,7 +96,7 @@ def lost_leases(session: Session, *, limit: int) -> list[Dispatch]:
     """Attempts whose lease ran out, the longest lost first."""
     rows = session.execute(
         _dispatches()
-        .where(Attempt.lease_expires_at <= func.clock_timestamp())
+        .where(Attempt.lease_expires_at <= func.now())
         .order_by(Attempt.lease_expires_at)
         .limit(limit)
     )
@@ -122,7 +122,7 @@ def _dispatches() -> Select[Any]:
 
 
 def _seconds_until(moment: Any) -> Any:
-    return func.extract("epoch", moment - func.clock_timestamp())
+    return func.extract("epoch", moment - func.now())
 
 
 def _dispatch(row: Row[Any]) -> Dispatch:
@@ -182,7 +182,7 @@ _RUNNABLE = """
 _HEAD = """
     (select j.id, least(j.deadline_at, j.created_at + make_interval(secs => :patience_s)) as due_at from jobs j
      where j.state = 'queued' and j.variant_id = :variant_id and j.organisation_id = r.organisation_id
-       and j.cancel_requested_at is null and j.deadline_at > clock_timestamp() and exists ($runnable)
+       and j.cancel_requested_at is null and j.deadline_at > now() and exists ($runnable)
      order by $order limit :heads)
 """
 """The first of one renter's line by one order. The first n by deadline and the first n by arrival contain together the
@@ -216,7 +216,7 @@ _MISFITS = """
     select j.id from jobs j
     where j.state = 'queued' and j.variant_id = :variant_id
       and (j.cancel_requested_at is not null
-           or (:connected and j.created_at < clock_timestamp() - make_interval(secs => :older_than_s)
+           or (:connected and j.created_at < now() - make_interval(secs => :older_than_s)
                and not exists ($runnable)))
     order by j.created_at limit :limit
 """
@@ -373,7 +373,7 @@ def overdue_jobs(session: Session, *, limit: int) -> list[UUID]:
     """Queued jobs whose deadline passed."""
     statement = (
         select(Job.id)
-        .where(Job.state == "queued", Job.deadline_at <= func.clock_timestamp())
+        .where(Job.state == "queued", Job.deadline_at <= func.now())
         .order_by(Job.deadline_at)
         .limit(limit)
     )
@@ -387,7 +387,7 @@ def forsaken_jobs(session: Session, *, grace_s: float, limit: int) -> list[tuple
         select(Job.id, Job.kind)
         .where(
             Job.state == "running",
-            Job.deadline_at <= func.clock_timestamp() - timedelta(seconds=grace_s),
+            Job.deadline_at <= func.now() - timedelta(seconds=grace_s),
             ~exists(living),
         )
         .order_by(Job.deadline_at)
@@ -434,7 +434,7 @@ def request_cancel(session: Session, job_id: UUID) -> bool:
     found = session.scalars(
         update(Job)
         .where(Job.id == job_id, Job.state == "running")
-        .values(cancel_requested_at=func.coalesce(Job.cancel_requested_at, func.clock_timestamp()))
+        .values(cancel_requested_at=func.coalesce(Job.cancel_requested_at, func.now()))
         .returning(Job.id)
     ).one_or_none()
     return found is not None
