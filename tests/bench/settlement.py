@@ -1,4 +1,4 @@
-"""Charges settled a second, beside one ORM commit a charge in the same database. `python -m tests.bench.settlement`.
+"""Charges settled a second, beside one ORM commit a charge in the same database. `make bench FIGURES=settlement`.
 
 The database runs as in production: every commit is durable (fsync on). Receipts are made through the hot path before
 the clock starts; both ways post the same lines and leave the same states.
@@ -7,7 +7,6 @@ the clock starts; both ways post the same lines and leave the same states.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import shutil
 import tempfile
@@ -160,11 +159,10 @@ def durable_database() -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def main() -> None:
-    """Print the figure as one JSON line."""
+def figures() -> list[dict[str, Any]]:
+    """The figure, on a database of its own."""
     with durable_database() as url:
-        print(json.dumps(measure(url)), flush=True)
+        return [measure(url)]
 
 
-if __name__ == "__main__":
-    main()
+FIGURES = {"settlement.": figures}
