@@ -104,6 +104,12 @@ def balance(session: Session, organisation_id: UUID) -> Credit:
     return Credit(now.posted_nano, now.held_nano, now.available_nano)
 
 
+def expire_holds(session: Session, limit: int) -> int:
+    """Free what is held for jobs that are still open long after their deadline: everything else failed. A charge that
+    waits for settlement is never among them. Returns how many."""
+    return ledger.expire(session, ledger.overdue(session, limit))
+
+
 def _organisation(session: Session, organisation_id: UUID) -> Organisation:
     organisation = session.get(Organisation, organisation_id)
     if organisation is None:

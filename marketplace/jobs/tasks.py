@@ -16,6 +16,7 @@ import psycopg
 import redis
 from sqlalchemy.orm import Session
 
+from marketplace.billing import service as billing
 from marketplace.core import process
 from marketplace.core.celery import BROKER_ERRORS, make_celery, sender, task
 from marketplace.core.database import SessionFactory, transaction
@@ -134,7 +135,16 @@ def sweep(factory: SessionFactory, client: redis.Redis, settings: Settings) -> i
     ended += _sweep_stuck(factory, client, settings)
     if ended:
         log.info("swept", ended=ended)
+    _expire_holds(factory)
     return ended
+
+
+def _expire_holds(factory: SessionFactory) -> None:
+    with transaction(factory) as session:
+        expired = billing.expire_holds(session, SWEEP_BATCH)
+    if expired:
+        # Each job ends, and frees its hold, long before: somebody must look.
+        log.error("holds_expired", holds=expired)
 
 
 def _sweep_all(factory: SessionFactory, find: Finder) -> int:

@@ -23,6 +23,7 @@ from sqlalchemy.orm import Session
 
 from marketplace.core.errors import FallowError, Unavailable
 from marketplace.core.logs import get_logger
+from marketplace.jobs.endings import MAX_ATTEMPTS, MAX_PREEMPTIONS
 from marketplace.jobs.hot import (
     Admit,
     Admitted,
@@ -39,11 +40,6 @@ log = get_logger(__name__)
 
 Record = Admit | Lease | Checkpoint | Close | Refused
 Answer = Admitted | Leased | Checkpointed | Closed | None
-
-MAX_ATTEMPTS = 3
-"""Attempts of one job, those that the owner ended by taking the machine back not counted."""
-MAX_PREEMPTIONS = 10
-"""Attempts of one job that an owner may end."""
 
 MAX_BATCH = 1_024
 """Records in one statement."""

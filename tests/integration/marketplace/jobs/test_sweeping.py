@@ -226,6 +226,23 @@ class TestJobsThatFitNowhere:
         assert world.job(job.job_id).outcome == "cancelled_early"
 
 
+class TestHolds:
+    def test_a_hold_that_everybody_forgot_comes_free_in_the_end(self, world: QueueWorld) -> None:
+        world.admit()
+        with world.factory() as session, session.begin():
+            session.execute(text("update ledger_holds set expires_at = now() - interval '1 second'"))
+        run_sweep(world)
+        assert world.held_nano() == 0
+
+    def test_a_charge_that_waits_for_settlement_stays_held(self, world: QueueWorld) -> None:
+        job = start_interactive(world)
+        world.write(world.market.delivered(job))
+        charge = receipts(world)[0].charge_nano
+        world.pass_time(10**6)
+        run_sweep(world)
+        assert world.held_nano() == charge > 0
+
+
 class TestADefect:
     def test_one_bad_close_does_not_keep_the_others_open(self, world: QueueWorld) -> None:
         jobs = [start_interactive(world) for _ in range(3)]
