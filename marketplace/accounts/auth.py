@@ -66,10 +66,10 @@ UNKNOWN: Final = Refused("Incorrect API key provided.")
 
 
 class Authenticator:
-    """Checks Authorization headers. One event loop; the database is asked in a thread."""
+    """Checks Authorization headers. One event loop; the look-up runs in a thread."""
 
     def __init__(self, session_factory: SessionFactory, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._lookup = KeyLookup(session_factory)
+        self._lookup: Callable[[Sequence[bytes]], dict[bytes, Verdict]] = KeyLookup(session_factory)
         self._clock = clock
         self._known: dict[bytes, tuple[float, Verdict]] = {}
         self._refused: dict[bytes, tuple[float, Verdict]] = {}

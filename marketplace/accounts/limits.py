@@ -150,23 +150,23 @@ class Limiter:
         Raises RateLimited (with Retry-After and x-ratelimit headers) over either limit; a refusal takes nothing.
         """
         lease = secrets.token_hex(8)
-        # Held before the answer is there: renewals then cover it, and a cancelled caller is cleaned up below.
-        self._hold(principal.key_id, lease)
         try:
             decision = await self._decide(principal, lease)
-        except BaseException:
-            await self._drop(principal.key_id, lease)
+        except asyncio.CancelledError:
+            # The question may be on its way: what it takes is given back behind it.
+            await self._give_back(principal.key_id, lease)
             raise
         if decision.code:
-            self._let_go(principal.key_id, lease)
             raise _limited(principal, decision)
+        self._hold(principal.key_id, lease)
         rate = principal.requests_per_minute
         remaining, reset_s = _remaining(rate, decision.tokens)
         return LimitState(principal.key_id, lease, rate, remaining, reset_s)
 
     async def release(self, state: LimitState) -> None:
         """The request ended. Never raises for Valkey's sake; doing it twice changes nothing."""
-        await self._drop(state.key_id, state.lease)
+        if self._let_go(state.key_id, state.lease):
+            await self._give_back(state.key_id, state.lease)
 
     def running(self, key_id: UUID) -> int:
         """Requests of this key that run in this gateway."""
@@ -189,7 +189,7 @@ class Limiter:
             )
         except ValkeyDownError:
             bucket = self._bucket(principal.key_id, rate)
-            return bucket.decide(rate, parallel, self.running(principal.key_id) - 1, self._clock())
+            return bucket.decide(rate, parallel, self.running(principal.key_id), self._clock())
         return Decision(int(code), int(millionths) / 1_000_000, int(running))
 
     def _bucket(self, key_id: UUID, rate: int) -> Bucket:
@@ -215,9 +215,7 @@ class Limiter:
             del self._held[key_id]
         return True
 
-    async def _drop(self, key_id: UUID, lease: str) -> None:
-        if not self._let_go(key_id, lease):
-            return
+    async def _give_back(self, key_id: UUID, lease: str) -> None:
         with contextlib.suppress(ValkeyDownError):
             await self._pipe.run(RELEASE, [_keys(key_id)[1]], [lease])
 
@@ -228,19 +226,19 @@ class Limiter:
 
     async def renew_now(self) -> None:
         """Move the end of all held leases on. Failures are left to the next round: a lease bears two of them."""
-        calls = []
-        for key_id, leases in list(self._held.items()):
-            ordered = list(leases)
-            for start in range(0, len(ordered), RENEW_BATCH):
-                batch = ordered[start : start + RENEW_BATCH]
-                calls.append(self._pipe.run(RENEW, [_keys(key_id)[1]], [int(LEASE_S * 1000), *batch]))
-        # All calls enter the pipe in this turn of the loop, so that a release made later also reaches Valkey later.
-        for outcome in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(outcome, ValkeyDownError):
-                log.warning("limit_renewal_failed", keys=len(self._held))
-                return
-            if isinstance(outcome, BaseException):
-                raise outcome
+        outcomes = await asyncio.gather(*map(self._renew_key, list(self._held)), return_exceptions=True)
+        failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if failed:
+            log.warning("limit_renewal_failed", error=repr(failed[0]), keys=len(failed))
+
+    async def _renew_key(self, key_id: UUID) -> None:
+        known = list(self._held.get(key_id, ()))
+        for start in range(0, len(known), RENEW_BATCH):
+            # Looked at in the same turn in which the call enters the pipe: a release made later arrives later.
+            held = self._held.get(key_id, set())
+            leases = [lease for lease in known[start : start + RENEW_BATCH] if lease in held]
+            if leases:
+                await self._pipe.run(RENEW, [_keys(key_id)[1]], [int(LEASE_S * 1000), *leases])
 
 
 def _keys(key_id: UUID) -> tuple[str, str]:
