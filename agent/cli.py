@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import platform
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,13 +20,11 @@ from agent import config as configuration
 from agent import enrol as enrolment
 from agent import home as folder
 from agent import identity as identities
-from agent.assembly import serve
 from agent.config import DEFAULT_WEIGHTS, ConfigError, Initial
-from agent.daemon import version
 from agent.enrol import EnrolError
 from agent.home import AlreadyRunning, Status
 from agent.identity import IdentityError
-from agent.logs import configure
+from agent.version import version
 
 app = typer.Typer(
     help="Put this machine's idle GPU, or CPU, to work.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -107,9 +107,13 @@ def run(
     log_level: Annotated[str, typer.Option(envvar="FALLOW_LOG_LEVEL", help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
 ) -> None:
     """Serve until Ctrl-C or SIGTERM. Leaves no process behind."""
-    configure(log_level)
-    with _plain_errors():
-        raise typer.Exit(asyncio.run(serve(home or configuration.default_home())))
+    folder_name = str(home or configuration.default_home())
+    # In place of this process: same pid, and none of the command line's libraries in memory while it serves.
+    os.execve(  # noqa: S606 - no shell is wanted
+        sys.executable,
+        [sys.executable, "-P", "-m", "agent", folder_name],
+        {**os.environ, "FALLOW_LOG_LEVEL": log_level},
+    )
 
 
 @app.command()

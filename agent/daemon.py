@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 import logging
 import os
 import time
@@ -32,6 +31,7 @@ from agent.records import EngineState, Served
 from agent.state import AgentState
 from agent.supervisor import Supervisor
 from agent.telemetry.port import Source, worth_sending
+from agent.version import version
 
 log = logging.getLogger("fallow.agent")
 
@@ -41,11 +41,6 @@ REPORTS_WAIT_S: Final = 2.0
 """How long a stopping agent waits for its last reports to be acknowledged."""
 STOP_MARGIN_S: Final = 15.0
 """Beyond the owner's grace: for engines to let go of what they do."""
-
-
-def version() -> str:
-    """The installed distribution's version."""
-    return importlib.metadata.version("fallow")
 
 
 class Daemon:

@@ -13,6 +13,8 @@ import msgspec
 from agent.identity import prepare_home, write_private
 
 STATUS_STALE_S: Final = 30.0
+LOCK_TRIES: Final = 5
+LOCK_PAUSE_S: Final = 0.02
 
 
 class AlreadyRunning(Exception):
@@ -63,13 +65,11 @@ class Lock:
         """Raises AlreadyRunning."""
         prepare_home(self._path.parent)
         file = self._path.open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        if not _locked(file):
             file.seek(0)
             pid = file.read(20).strip() or "unknown"
             file.close()
-            raise AlreadyRunning(f"An agent already runs from {self._path.parent} (process {pid}).") from error
+            raise AlreadyRunning(f"An agent already runs from {self._path.parent} (process {pid}).")
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
@@ -80,6 +80,18 @@ class Lock:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _locked(file: IO[str]) -> bool:
+    """Lock the file. Tries again for a moment: somebody who only asks whether an agent runs holds it very briefly."""
+    for _ in range(LOCK_TRIES):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            time.sleep(LOCK_PAUSE_S)
+        else:
+            return True
+    return False
 
 
 def is_running(home: Path) -> bool:
