@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Final
 from uuid import UUID
 
-from sqlalchemy import bindparam, func, select, text, update
+from sqlalchemy import func, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
@@ -151,24 +151,37 @@ def sync_node(
     return listed
 
 
-def touch(session: Session, gateway_id: str, node_ids: Collection[UUID]) -> int:
-    """The nodes are still connected to this gateway: move their open intervals on. Returns how many there are."""
-    if not node_ids:
-        return 0
-    ordered = sorted(node_ids)
-    session.execute(select(Node.id).where(Node.id.in_(ordered)).order_by(Node.id).with_for_update(key_share=True)).all()
-    session.execute(update(Node).where(Node.id.in_(ordered)).values(last_seen_at=func.now()))
+def touch(session: Session, gateway_id: str, node_ids: Collection[UUID]) -> dict[UUID, int]:
+    """The nodes are still connected to this gateway: move their open intervals on.
+
+    Returns how many each node has. Nodes that somebody else writes about just now are left out, and left for next time:
+    this holds many rows at once and so must wait for none.
+    """
+    held = list(
+        session.execute(
+            select(Node.id)
+            .where(Node.id.in_(node_ids))
+            .order_by(Node.id)
+            .with_for_update(key_share=True, skip_locked=True)
+        ).scalars()
+    )
+    if not held:
+        return {}
+    session.execute(update(Node).where(Node.id.in_(held)).values(last_seen_at=func.now()))
     moved = session.execute(
         update(OfferedInterval)
         .where(
-            OfferedInterval.node_id.in_(ordered),
+            OfferedInterval.node_id.in_(held),
             OfferedInterval.gateway_id == gateway_id,
             OfferedInterval.ended_at.is_(None),
         )
         .values(seen_at=func.now())
-        .returning(OfferedInterval.id)
+        .returning(OfferedInterval.node_id)
     )
-    return len(moved.all())
+    counts = dict.fromkeys(held, 0)
+    for node_id in moved.scalars():
+        counts[node_id] += 1
+    return counts
 
 
 def end_stale_intervals(session: Session) -> int:
@@ -216,16 +229,6 @@ def write_energy(session: Session, node_id: UUID, stretches: Sequence[Stretch]) 
             )
             ids.append(stretch.row_id)
     return ids
-
-
-def add_faults(session: Session, faults: Mapping[UUID, int]) -> None:
-    """Count attempts that failed by their node's own fault."""
-    if not faults:
-        return
-    session.connection().execute(
-        update(Node).where(Node.id == bindparam("node")).values(faults=Node.faults + bindparam("count")),
-        [{"node": node_id, "count": count} for node_id, count in sorted(faults.items())],
-    )
 
 
 def _lock_node(session: Session, node_id: UUID) -> None:

@@ -50,7 +50,7 @@ from marketplace.fleet.view import FleetView
 from marketplace.matching.breakers import Breakers
 from marketplace.matching.rank import Rules, rank
 from marketplace.matching.retries import RetryBudget
-from marketplace.matching.types import Demand, OfferView, Ranked
+from marketplace.matching.types import Demand, Ranked
 
 log = get_logger(__name__)
 
@@ -88,13 +88,12 @@ class Fleet:
         self._tasks: list[asyncio.Task[None]] = []
         self._rng = Random(secrets.randbits(64))  # noqa: S311  # breaks ties; another's guess gains nothing
         self._draining = False
-        self._faults: dict[UUID, int] = {}
         self._published: tuple[object, float] = (None, 0.0)
         self._version = 0
         self._version_prefix = secrets.token_hex(4)
 
         self.rules = Rules(allow_simulated=settings.allow_simulated, stale_after_s=SILENT_S)
-        self.view = FleetView(self._gateway_id, self._occupancy)
+        self.view = FleetView(self._gateway_id, self._occupancy, self._peers.linked)
         self.links = Links(self._find_carrier, self._on_full)
         self.reservations = Reservations(pipe, self._occupancy)
         self.breakers = Breakers()
@@ -149,15 +148,6 @@ class Fleet:
         offers = self.view.offers(demand.variant_id)
         resting = self.breakers.resting((offer.node_id for offer in offers), demand.variant_id, time.monotonic())
         return rank(offers, demand, self._rng, rules=self.rules, resting=resting)
-
-    def node_failed(self, offer: OfferView) -> None:
-        """An attempt failed by the node's own fault: it rests from this variant, and its record shows it."""
-        self._faults[offer.node_id] = self._faults.get(offer.node_id, 0) + 1
-        self.breakers.failed(offer.node_id, offer.variant_id, time.monotonic())
-
-    def node_delivered(self, offer: OfferView) -> None:
-        """An attempt ended in order: the node is trusted again."""
-        self.breakers.succeeded(offer.node_id, offer.variant_id)
 
     @property
     def nodes_connected(self) -> int:
@@ -332,10 +322,11 @@ class Fleet:
                 self.view.keep_remote(gateway_id)
             else:
                 self.view.put_remote(received, version, elapsed_s)
+        self._peers.follow(self.view.gateways())
 
     async def _housekeep(self) -> None:
         self._occupancy.sweep()
-        self.view.expire_remote(self._peers.linked)
+        self.view.expire_remote()
         self._peers.follow(self.view.gateways())
         for node_id in self.view.superseded():
             self._end(node_id, GoneReason.REPLACED, Goodbye("replaced", "A newer socket is open elsewhere.", -1.0))
@@ -354,31 +345,21 @@ class Fleet:
         """Move intervals on, store energy, close what dead gateways left, look again at offers once refused."""
         with contextlib.suppress(Unavailable):
             connected = list(self._sessions)
-            expected = sum(len(s.listed) if s.available else 0 for s in self._sessions.values())
             moved = await self._in_database(lambda db: repository.touch(db, self._gateway_id, connected))
             await self._in_database(repository.end_stale_intervals)
-            await self._write_faults()
             for session in list(self._sessions.values()):
-                session.meter.sample(session.devices, utcnow())
-                async with session.database_lock:
-                    await self._write_energy(session)
-                if moved != expected:
-                    # Somebody ended an interval of a node that lives: after a long outage of the database, say.
-                    session.dirty.set()
-                if session.refused:
-                    self._check_claims(session)
-                    session.dirty.set()
+                await self._store_session(session, moved.get(session.node.node_id))
 
-    async def _write_faults(self) -> None:
-        faults, self._faults = self._faults, {}
-        if not faults:
-            return
-        try:
-            await self._in_database(lambda db: repository.add_faults(db, faults))
-        except Unavailable:
-            for node_id, count in faults.items():
-                self._faults[node_id] = self._faults.get(node_id, 0) + count
-            raise
+    async def _store_session(self, session: NodeSession, moved: int | None) -> None:
+        session.meter.sample(session.devices, utcnow())
+        async with session.database_lock:
+            await self._write_energy(session)
+        if moved is not None and moved != (len(session.listed) if session.available else 0):
+            # Somebody ended an interval of a node that lives: after a long outage of the database, say.
+            session.dirty.set()
+        if session.refused:
+            self._check_claims(session)
+            session.dirty.set()
 
     async def _in_database(self, work: Callable[[Session], T]) -> T:
         def run() -> T:

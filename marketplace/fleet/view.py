@@ -41,11 +41,19 @@ class _Gateway:
 
 
 class FleetView:
-    """Offers by variant. `occupancy` tells how many slots are taken."""
+    """Offers by variant. `occupancy` tells how many slots are taken, `linked` whether a gateway can be reached: what
+    is behind one that cannot is not shown."""
 
-    def __init__(self, gateway_id: str, occupancy: Occupancy, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        gateway_id: str,
+        occupancy: Occupancy,
+        linked: Callable[[str], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._gateway_id = gateway_id
         self._occupancy = occupancy
+        self._linked = linked
         self._clock = clock
         self._local: dict[UUID, dict[UUID, _Entry]] = {}
         self._remote: dict[str, _Gateway] = {}
@@ -146,11 +154,11 @@ class FleetView:
         if gateway is not None:
             gateway.seen_at_s = self._clock()
 
-    def expire_remote(self, linked: Callable[[str], bool]) -> None:
+    def expire_remote(self) -> None:
         """Drop gateways unseen for REMOTE_GRACE_S, save those whose link proves them alive."""
         limit = self._clock() - REMOTE_GRACE_S
         for gateway_id, gateway in list(self._remote.items()):
-            if gateway.seen_at_s < limit and not linked(gateway_id):
+            if gateway.seen_at_s < limit and not self._linked(gateway_id):
                 self.drop_remote(gateway_id)
 
     def drop_remote(self, gateway_id: str) -> None:
@@ -181,6 +189,8 @@ class FleetView:
         out: list[OfferView] = []
         for entry in entries:
             offer = entry.offer
+            if offer.gateway_id != self._gateway_id and not self._linked(offer.gateway_id):
+                continue
             busy = busy_of(offer.offer_id)
             if busy != offer.slots_busy or now - entry.built_at_s >= AGE_STEP_S:
                 offer = replace(offer, slots_busy=busy, sampled_age_s=max(0.0, now - entry.sampled_at_s))

@@ -20,7 +20,8 @@ class World:
     def __init__(self) -> None:
         self.now = 1_000.0
         self.occupancy = Occupancy(lambda: self.now)
-        self.view = FleetView("gw-a", self.occupancy, lambda: self.now)
+        self.linked = True
+        self.view = FleetView("gw-a", self.occupancy, lambda _: self.linked, lambda: self.now)
 
     def local(self, *offers: OfferView, connected_at_us: int = 1) -> None:
         self.view.put_local(NODE, offers, connected_at_us, self.now)
@@ -99,14 +100,23 @@ class TestOtherGateways:
     def test_are_forgotten_after_a_grace_unless_a_link_proves_them_alive(self, world: World) -> None:
         world.remote(offer_view())
         world.now += REMOTE_GRACE_S + 0.1
-        world.view.expire_remote(lambda _: True)
-        assert world.view.all_offers()
+        world.view.expire_remote()
+        assert world.view.gateways()
+        world.linked = False
         world.view.keep_remote("gw-b")
-        world.view.expire_remote(lambda _: False)
-        assert world.view.all_offers()
+        world.view.expire_remote()
+        assert world.view.gateways()
         world.now += REMOTE_GRACE_S + 0.1
-        world.view.expire_remote(lambda _: False)
-        assert world.view.all_offers() == []
+        world.view.expire_remote()
+        assert world.view.gateways() == {}
+
+    def test_that_cannot_be_reached_are_not_shown(self, world: World) -> None:
+        world.local(own())
+        world.remote(offer_view(gateway_id="gw-b"))
+        world.linked = False
+        assert [offer.gateway_id for offer in world.view.offers(VARIANT_ID)] == ["gw-a"]
+        world.linked = True
+        assert len(world.view.offers(VARIANT_ID)) == 2
 
     def test_leave_no_count_behind(self, world: World) -> None:
         offer = offer_view(slots_busy=3)

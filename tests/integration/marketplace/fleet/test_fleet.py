@@ -6,7 +6,7 @@ import asyncio
 from uuid import UUID, uuid4
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 from websockets.asyncio.client import connect
 
 from agent import protocol
@@ -156,6 +156,25 @@ class TestANodeThatConnects:
         assert sample.source == "declared"
         assert seconds > 0.3
         assert sample.energy_mj == pytest.approx(30_000 * seconds, rel=0.01)
+
+    def test_has_its_time_counted_again_after_somebody_ended_it(
+        self,
+        settings: Settings,
+        session_factory: SessionFactory,
+        variants: dict[str, UUID],
+        node: Enrolled,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr("marketplace.fleet.service.STORE_EVERY_S", 0.1)
+
+        async def story() -> None:
+            async with gateway(settings, session_factory, variants) as home, agent(home, node) as running:
+                await show_offer(home.fleet, running, variants[SHA256])
+                with transaction(session_factory) as session:
+                    session.execute(update(OfferedInterval).values(ended_at=OfferedInterval.seen_at))
+                await until(lambda: ended_intervals(session_factory) == [True, False])
+
+        asyncio.run(story())
 
 
 class TestAnImpostor:
@@ -500,11 +519,9 @@ class TestTwoGateways:
                 agent(home, node) as running,
             ):
                 await show_offer(home.fleet, running, variants[SHA256])
-                await until(lambda: caller.fleet.view.offers(variants[SHA256]))
-                await asyncio.sleep(1.5)
-                (offer,) = caller.fleet.view.offers(variants[SHA256])
-                with pytest.raises(NodeUnreachable):
-                    caller.fleet.links.open(offer, uuid4(), Recorder())
+                await until(lambda: caller.fleet.view.gateways() == {"gw-a": home.fleet._settings.own_url})
+                await asyncio.sleep(1.0)
+                assert caller.fleet.view.offers(variants[SHA256]) == []
 
         asyncio.run(story())
 

@@ -49,7 +49,7 @@ class Desk:
         self.pipe = ValkeyPipe(connect_async(url))
         self.occupancy = Occupancy()
         self.reservations = Reservations(self.pipe, self.occupancy)
-        self.view = FleetView("gw-a", self.occupancy)
+        self.view = FleetView("gw-a", self.occupancy, lambda _: True)
         for offer in offers:
             self.view.put_local(offer.node_id, [offer], 1, asyncio.get_running_loop().time())
         self.rng = Random(seed)
