@@ -95,7 +95,7 @@ class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     context_per_slot: Annotated[int, msgspec.Meta(ge=256, le=16 * 1024 * 1024)] = 2048
     threads: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
     gpu_layers: Annotated[int, msgspec.Meta(ge=-1, le=1000)] = 0
-    prefix_cache_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
+    prefix_cache_s: Annotated[float, msgspec.Meta(ge=0, le=3_600)] = 0.0
     load_timeout_s: Annotated[float, msgspec.Meta(gt=0, le=7_200)] = 600.0
     url: str | None = None
     served_model: str | None = None
@@ -120,7 +120,7 @@ class OwnerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Windows in which the node may work, such as `mon-fri 18:00-08:00`. Empty: always."""
     reserve_memory_mib: Annotated[int, msgspec.Meta(ge=0, le=16 * 1024 * 1024)] = 512
     """Give the machine back when less than this is free."""
-    max_temperature_c: Annotated[float, msgspec.Meta(gt=0, le=150)] = 90.0
+    max_temperature_c: Annotated[float, msgspec.Meta(gt=0, le=150)] = 95.0
     grace_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 2.0
     """How long running answers may finish when the owner takes the machine back."""
     return_s: Annotated[float, msgspec.Meta(ge=1, le=86_400)] = 60.0
@@ -205,7 +205,7 @@ stop_grace_s = 2.0
 hours = []
 # The machine is given back when less memory than this is free, in MiB, or when it gets hotter than this.
 reserve_memory_mib = 512
-max_temperature_c = 90.0
+max_temperature_c = 95.0
 # How long running answers may finish when you take the machine back, and how long it must then be quiet, in seconds.
 grace_s = 2.0
 return_s = 60.0

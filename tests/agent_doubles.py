@@ -162,11 +162,14 @@ class ScriptedEngine:
         slots: int = 2,
         context_per_slot: int = 1024,
         start_error: str = "",
+        slow_start: bool = False,
         deaf: bool = False,
         script: Callable[[ScriptedEngine, EngineRequest], AsyncGenerator[EngineEvent, None]] | None = None,
     ) -> None:
         self.facts_now = EngineFacts("scripted", "1", slots, context_per_slot, True, 0.0, None)
         self.start_error = start_error
+        self.slow_start = slow_start
+        """True never finishes loading."""
         self.deaf = deaf
         """True goes on working after a cancel."""
         self.script = script or say
@@ -181,7 +184,7 @@ class ScriptedEngine:
         return self.facts_now
 
     async def start(self) -> EngineFacts:
-        await asyncio.sleep(0)
+        await (asyncio.Event().wait() if self.slow_start else asyncio.sleep(0))
         if self.start_error:
             raise EngineError("engine_error", self.start_error)
         self.started = True
@@ -294,6 +297,12 @@ class Rig:
 
     async def start(self) -> Rig:
         """Start the daemon and wait for its offer."""
+        self.begin()
+        await self.offer()
+        return self
+
+    def begin(self) -> None:
+        """Start the daemon."""
         file = IdentityFile(node_id=NODE_ID, organisation="owner", url=self.gateway.url, name="test")
         self.daemon = Daemon(
             home=self.home,
@@ -304,8 +313,6 @@ class Rig:
             sources=[self.source],
         )
         self.task = asyncio.create_task(self.daemon.run())
-        await self.offer()
-        return self
 
     async def offer(self) -> protocol.Inventory:
         return await self.gateway.expect_that(protocol.Inventory, lambda inventory: bool(inventory.offers))

@@ -200,6 +200,46 @@ class TestADeadEngine:
         play(tmp_path, scene)
 
 
+class TestAnEngineThatDoesNotStart:
+    def test_is_tried_again_and_the_owner_reads_why(self, tmp_path: Path) -> None:
+        async def act() -> None:
+            async with Rig(tmp_path, start_error="not enough memory") as rig:
+                rig.begin()
+                await rig.gateway.expect(Telemetry)
+                await asyncio.sleep(1.2)
+                status = folder.read_status(rig.home)
+                assert status is not None
+                assert status.offers[0].last_error == "not enough memory"
+                rig.engine_options = {}
+                await rig.offer()
+                assert rig.engines[0].stopped
+
+        asyncio.run(act())
+
+    def test_for_ever_does_not_keep_the_agent_from_stopping(self, tmp_path: Path) -> None:
+        async def act() -> None:
+            async with Rig(tmp_path, slow_start=True) as rig:
+                rig.begin()
+                await rig.gateway.expect(Telemetry)
+                asked = time.monotonic()
+                assert await rig.stop() == 0
+                assert time.monotonic() - asked < 2
+                assert rig.engine.stopped
+
+        asyncio.run(act())
+
+    def test_because_its_adapter_is_broken_costs_only_the_engine(self, tmp_path: Path) -> None:
+        async def act() -> None:
+            async with Rig(tmp_path, no_such_option=1) as rig:
+                rig.begin()
+                await rig.gateway.expect(Telemetry)
+                await asyncio.sleep(0.1)
+                rig.engine_options = {}
+                await rig.offer()
+
+        asyncio.run(act())
+
+
 class TestALostConnection:
     def test_stops_running_work_and_resends_what_was_not_acknowledged(self, tmp_path: Path) -> None:
         async def scene(rig: Rig) -> None:
