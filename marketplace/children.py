@@ -44,7 +44,7 @@ def tail(path: Path, lines: int = 12, most_bytes: int = 16_384) -> str:
 
 
 def die_with_parent(signal_number: int) -> Callable[[], None]:
-    """For preexec_fn: the kernel signals the child when its parent dies, so that kill -9 leaves nothing behind (Linux)."""
+    """For preexec_fn: on Linux the kernel signals the child when its parent dies; kill -9 leaves nothing behind."""
     if not sys.platform.startswith("linux"):
         return lambda: None
     libc = ctypes.CDLL(None, use_errno=True)
@@ -74,7 +74,7 @@ class Child:
     restarts: list[float] = field(default_factory=list, init=False)
 
     def start(self) -> None:
-        """Start it in a session of its own: a Ctrl-C in the terminal reaches the stack, which ends its parts in order."""
+        """Start it in a session of its own: a Ctrl-C reaches the stack alone, which ends its parts in order."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as sink:
             self.process = subprocess.Popen(

@@ -1,11 +1,15 @@
-"""`fallow`: one command, its subcommands loaded only when asked for, so that the agent needs none of the server's libraries."""
+"""`fallow`: one command. Subcommands are loaded when asked for, so that the agent needs no library of the server's."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.metadata
+import json
+import os
 import sys
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -26,6 +30,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "migrate": ("marketplace.commands:migrate", "bring the database to this version"),
 }
 """Subcommand: (module[:app], what it is for). The app is a typer application; its name is `app` unless given."""
+
+ON_LOCAL_STACK = frozenset({"org", "key", "credit", "node", "catalog", "finance"})
+"""Without DATABASE_URL these talk to the database of a running `fallow up`."""
 
 
 def main() -> None:
@@ -52,11 +59,50 @@ def main() -> None:
             raise
         extra = "agent" if name == "agent" else "server,embedded"
         print(
-            f"fallow {name}: the library {error.name!r} is not installed. Install it with: pip install 'fallow[{extra}]'",
+            f"fallow {name}: the library {error.name!r} is not installed. Mend it with: pip install 'fallow[{extra}]'",
             file=sys.stderr,
         )
         raise SystemExit(1) from None
-    app(args=arguments[1:], prog_name=f"fallow {name}")
+    if name in ON_LOCAL_STACK:
+        _use_local_stack()
+    try:
+        app(args=arguments[1:], prog_name=f"fallow {name}")
+    except Exception as error:
+        sentence = _sentence(error)
+        if sentence is None:
+            raise
+        print(f"fallow {name}: {sentence}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def _use_local_stack() -> None:
+    if os.environ.get("DATABASE_URL") or os.environ.get("FALLOW_DATABASE_URL"):
+        return
+    with contextlib.suppress(ImportError, OSError, ValueError, KeyError):
+        import platformdirs
+
+        folder = Path(os.environ.get("FALLOW_DATA_DIR") or platformdirs.user_data_dir("fallow"))
+        found = json.loads((folder / "running.json").read_text())
+        os.environ["DATABASE_URL"] = found["database_url"]
+        os.environ.setdefault("VALKEY_URL", found["valkey_url"])
+
+
+def _sentence(error: Exception) -> str | None:
+    """What to tell a person about an error that is theirs to mend; None for a defect of ours."""
+    library = type(error).__module__.partition(".")[0]
+    if hasattr(error, "message") and hasattr(error, "status"):
+        return str(error)
+    if library not in ("sqlalchemy", "psycopg", "redis"):
+        return None
+    reason = str(getattr(error, "orig", error)).strip().splitlines()[0]
+    if "does not exist" in reason:
+        return f"The database is not up to date ({reason}). Run `fallow migrate`."
+    if type(error).__name__ in ("OperationalError", "ConnectionError", "TimeoutError"):
+        return (
+            f"The database does not answer ({reason}). Start `fallow up`, or set DATABASE_URL; "
+            "for a stack with its own --data-dir set FALLOW_DATA_DIR."
+        )
+    return None
 
 
 def _print_help() -> None:
@@ -64,7 +110,9 @@ def _print_help() -> None:
     for name, (_, purpose) in COMMANDS.items():
         table.add_row(f"  [bold]{name}[/bold]", purpose)
     console = Console()
-    console.print("Usage: fallow COMMAND [OPTIONS]\n\nIdle GPUs serve other people's inference, and their owners are paid.\n")
+    console.print(
+        "Usage: fallow COMMAND [OPTIONS]\n\nIdle GPUs serve other people's inference, and their owners are paid.\n"
+    )
     console.print(table)
     console.print("\n`fallow COMMAND --help` tells each one's options.")
 

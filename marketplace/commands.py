@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from marketplace.core import logs, migrate as migrations
+from marketplace.core import logs
+from marketplace.core import migrate as migrations
 from marketplace.core.settings import Settings, get_settings
 
 gateway = typer.Typer(add_completion=False)
@@ -52,7 +53,7 @@ def run_beat(context: typer.Context) -> None:
 
 @migrate.command()
 def run_migrate(
-    check: Annotated[bool, typer.Option("--check", help="Change nothing; fail if models and migrations differ.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Change nothing; fail if the schemas differ.")] = False,
 ) -> None:
     """Bring the database to this version's schema."""
     url = get_settings().database_url

@@ -31,7 +31,17 @@ from marketplace.core.clock import utcnow
 from marketplace.core.database import SessionFactory, make_engine, make_session_factory
 from marketplace.core.settings import Settings
 from marketplace.finance import service as finance
-from marketplace.local import MODEL, OWNER, RENTER, LocalStack, Running, StartFailed, directory_lock, free_port, stop_on_signals
+from marketplace.local import (
+    MODEL,
+    OWNER,
+    RENTER,
+    LocalStack,
+    Running,
+    StartFailed,
+    directory_lock,
+    free_port,
+    stop_on_signals,
+)
 
 app = typer.Typer(add_completion=False)
 
@@ -76,7 +86,9 @@ def usd(nano: int) -> str:
 
 @app.command()
 def demo(
-    folder: Annotated[Path, typer.Option("--dir", help="Where the state, logs and statement go; emptied first.")] = DEFAULT_FOLDER,
+    folder: Annotated[
+        Path, typer.Option("--dir", help="Where the state, logs and statement go; emptied first.")
+    ] = DEFAULT_FOLDER,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the API; 0 takes a free one.")] = 0,
 ) -> None:
     """Tell the main job with real data: PostgreSQL, Valkey, a gateway, a worker, an agent and a real model."""

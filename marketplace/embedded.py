@@ -150,7 +150,9 @@ class EmbeddedPostgres:
 
     def _can_run(self, binary: Path) -> bool:
         try:
-            done = subprocess.run([binary, "--version"], user=self._user, group=self._user, capture_output=True, check=False)
+            done = subprocess.run(
+                [binary, "--version"], user=self._user, group=self._user, capture_output=True, check=False
+            )
         except OSError:
             return False
         return done.returncode == 0
@@ -161,7 +163,8 @@ class EmbeddedPostgres:
         shutil.rmtree(fresh, ignore_errors=True)
         shutil.rmtree(self._data, ignore_errors=True)
         self._make_folder(fresh)
-        command = [self._bin / "initdb", "-D", fresh, "-U", "postgres", "--auth=trust", "--encoding=UTF8", "--locale=C"]
+        initdb = str(self._bin / "initdb")
+        command = [initdb, "-D", str(fresh), "-U", "postgres", "--auth=trust", "--encoding=UTF8", "--locale=C"]
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         with self._log_path.open("ab") as sink:
             done = subprocess.run(
@@ -271,5 +274,3 @@ def _open_to_all(folder: Path) -> None:
         if not path.is_symlink():
             mode = path.stat().st_mode
             path.chmod(mode | stat.S_IROTH | (stat.S_IXOTH if path.is_dir() or mode & stat.S_IXUSR else 0))
-
-

@@ -27,7 +27,8 @@ import platformdirs
 import typer
 from rich.console import Console
 
-from marketplace.accounts import keys, service as accounts
+from marketplace.accounts import keys
+from marketplace.accounts import service as accounts
 from marketplace.accounts.models import ApiKey
 from marketplace.billing import service as billing
 from marketplace.catalog import importer
@@ -131,7 +132,7 @@ class LocalStack:
         self._stores: EmbeddedStores | None = None
 
     def start(self) -> Running:
-        """Start everything and return when it serves. Raises ChildFailed or StartFailed; nothing is left running then."""
+        """Start everything; returns when it serves. Raises ChildFailed or StartFailed, with nothing left running."""
         try:
             _check_port(self.port)
             urls = self._start_stores()
@@ -150,6 +151,7 @@ class LocalStack:
         except BaseException:
             self.stop()
             raise
+        self._announce(urls)
         return Running(self.url, access.renter_key, urls, self.logs)
 
     def watch(self) -> None:
@@ -165,9 +167,16 @@ class LocalStack:
         if self._stores is not None:
             self._stores.stop()
             self._stores = None
+        (self.data_dir / "running.json").unlink(missing_ok=True)
         self.children.clear()
 
-    def spawn(self, name: str, title: str, *arguments: str, environment: Mapping[str, str], grace_s: float = 10.0) -> Child:
+    def _announce(self, urls: StoreUrls) -> None:
+        """Tell the other commands of this machine where the stores are."""
+        write_private(self.data_dir / "running.json", json.dumps({**asdict(urls), "url": self.url}))
+
+    def spawn(
+        self, name: str, title: str, *arguments: str, environment: Mapping[str, str], grace_s: float = 10.0
+    ) -> Child:
         """Start `fallow <arguments>` as a part of this stack."""
         child = Child(
             title,
@@ -206,7 +215,10 @@ class LocalStack:
             self._say("Reading the model's tokenizer")
             importer.import_gguf(session, weights, MODEL, "SmolLM2 135M Instruct")
             access = self._read_access()
-            known = access and session.query(ApiKey).filter_by(sha256=keys.digest(access.renter_key), revoked_at=None).first()
+            known = (
+                access
+                and session.query(ApiKey).filter_by(sha256=keys.digest(access.renter_key), revoked_at=None).first()
+            )
             if access is None or known is None:
                 _, secret = accounts.create_key(session, renter.id, name="local", roles=("renter", "owner", "finance"))
                 access = Access(secret, secrets.token_hex(32))
@@ -224,10 +236,7 @@ class LocalStack:
             return None
 
     def _write_access(self, access: Access) -> None:
-        fresh = self._access_path.with_suffix(".new")
-        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(asdict(access), file)
-        fresh.rename(self._access_path)
+        write_private(self._access_path, json.dumps(asdict(access)))
 
     def _start_servers(self, urls: StoreUrls, access: Access) -> None:
         self._say("Starting gateway, worker and clock")
@@ -263,6 +272,14 @@ class LocalStack:
         agent.wait_until(lambda: offered(factory), timeout_s=AGENT_READY_S, every_s=0.1)
 
 
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner may read; a crash leaves the old one or the new one."""
+    fresh = path.with_suffix(".new")
+    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)
+    fresh.rename(path)
+
+
 def answers(url: str) -> bool:
     """True if a GET is answered with 200."""
     try:
@@ -296,12 +313,16 @@ def stop_on_signals() -> None:
 def curl_line(url: str, key: str) -> str:
     """A command that works as pasted."""
     body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "Name three colours."}]})
-    return f"curl -s {url}/v1/chat/completions -H 'Authorization: Bearer {key}' -H 'Content-Type: application/json' -d '{body}'"
+    headers = f"-H 'Authorization: Bearer {key}' -H 'Content-Type: application/json'"
+    return f"curl -s {url}/v1/chat/completions {headers} -d '{body}'"
 
 
 @app.command()
 def up(
-    data_dir: Annotated[Path | None, typer.Option(help="Where the state is kept; the user's data folder by default.")] = None,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(envvar="FALLOW_DATA_DIR", help="Where the state is kept; the user's data folder by default."),
+    ] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the API, on 127.0.0.1.")] = DEFAULT_PORT,
     no_agent: Annotated[bool, typer.Option("--no-agent", help="Start no agent: enrol your own.")] = False,
 ) -> None:
@@ -313,7 +334,9 @@ def up(
     folder = data_dir or default_data_dir()
     try:
         with directory_lock(folder):
-            stack = LocalStack(folder, port=port, with_agent=not no_agent, say=lambda text: console.print(f"  {text}..."))
+            stack = LocalStack(
+                folder, port=port, with_agent=not no_agent, say=lambda text: console.print(f"  {text}...")
+            )
             console.print(f"Fallow keeps its state in {folder}")
             try:
                 _serve(stack, console)

@@ -1,4 +1,4 @@
-"""Compare the schema that the migrations give with the models. `python -m tests.check_migrations`; exit 1 if they differ."""
+"""`python -m tests.check_migrations`: exit 1 if migrations and models give different schemas."""
 
 from __future__ import annotations
 

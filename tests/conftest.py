@@ -1,4 +1,4 @@
-"""Fixtures of all tests: real PostgreSQL and real Valkey, started once a run in a directory that everybody may enter."""
+"""Fixtures of all tests: real PostgreSQL and real Valkey, started once a run."""
 
 from __future__ import annotations
 

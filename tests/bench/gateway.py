@@ -95,14 +95,21 @@ def _chunks(world: World, relay_port: int) -> list[dict[str, Any]]:
         bare = _load(world, relay_port, relay, seconds=SECONDS + 30, max_tokens=length, count=1)
     return [
         _figure("gateway.cpu_us_per_chunk", ours.cpu_us / ours.chunks, "µs", bare.cpu_us / bare.chunks),
-        {"figure": "gateway.chunks_per_s", "value": round(ours.chunks / ours.seconds), "unit": "chunks/s", "ratios": {}},
+        {
+            "figure": "gateway.chunks_per_s",
+            "value": round(ours.chunks / ours.seconds),
+            "unit": "chunks/s",
+            "ratios": {},
+        },
     ]
 
 
 def _first_token(world: World, relay_port: int) -> list[dict[str, Any]]:
     """One request at a time; the stand-in answers at once, so what is left is what the gateway adds."""
     with _agents(world, rate=0.0):
-        ours = _load(world, world.port, world.gateway.process, 120, max_tokens=1, count=UNLOADED_REQUESTS, connections=1)
+        ours = _load(
+            world, world.port, world.gateway.process, 120, max_tokens=1, count=UNLOADED_REQUESTS, connections=1
+        )
     with _relayed(world, relay_port, rate=0.0) as relay:
         bare = _load(world, relay_port, relay, 120, max_tokens=1, count=UNLOADED_REQUESTS, connections=1)
     figures = []

@@ -126,9 +126,7 @@ class StandIn:
             return []
         due = stream.limit if stream.rate == 0 else min(stream.limit, 1 + int((now - stream.started) * stream.rate))
         run = stream.run
-        frames: list[Any] = [
-            Tokens(run.attempt, run.epoch, sequence, WORD) for sequence in range(stream.sent, due)
-        ]
+        frames: list[Any] = [Tokens(run.attempt, run.epoch, sequence, WORD) for sequence in range(stream.sent, due)]
         for _ in range(due - stream.sent):
             stream.text.update(WORD.encode())
         stream.sent = due
@@ -139,13 +137,9 @@ class StandIn:
     def _end(self, stream: Stream, reason: str) -> Finished:
         run = stream.run
         usage = UsageReport(run.prompt_tokens, 0, stream.sent, 0)
-        payload = protocol.receipt_payload(
-            run.attempt, run.epoch, stream.sent, reason, usage, stream.text.digest()
-        )
+        payload = protocol.receipt_payload(run.attempt, run.epoch, stream.sent, reason, usage, stream.text.digest())
         busy_ms = (time.monotonic() - stream.started) * 1000
-        return Finished(
-            run.attempt, run.epoch, stream.sent, reason, usage, 0.0, 0.1, busy_ms, self._key.sign(payload)
-        )
+        return Finished(run.attempt, run.epoch, stream.sent, reason, usage, 0.0, 0.1, busy_ms, self._key.sign(payload))
 
     def _inventory(self) -> Inventory:
         return Inventory(
