@@ -33,6 +33,7 @@ MAX_BATCH: Final = 256
 MAX_WAITING: Final = 4_096
 """Distinct keys that may wait for a look-up; more are refused at once."""
 MAX_HEADER_CHARACTERS: Final = 4_096
+_CHALLENGE: Final = {"www-authenticate": "Bearer"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,16 +199,15 @@ def _bearer(header: str | bytes | None) -> str:
     if isinstance(header, bytes):
         header = header.decode("latin-1")
     if not header or not header.strip():
-        raise Unauthenticated(
-            "You didn't provide an API key. Send it in the Authorization header: `Authorization: Bearer YOUR_KEY`."
-        )
+        text = "You didn't provide an API key. Send it in the Authorization header: `Authorization: Bearer YOUR_KEY`."
+        raise Unauthenticated(text, headers=_CHALLENGE)
     scheme, _, secret = header[:MAX_HEADER_CHARACTERS].strip().partition(" ")
     if scheme.lower() != "bearer" or not secret.strip():
-        raise Unauthenticated("The Authorization header must read `Bearer YOUR_KEY`.")
+        raise Unauthenticated("The Authorization header must read `Bearer YOUR_KEY`.", headers=_CHALLENGE)
     return secret.strip()
 
 
 def _unauthenticated(refused: Refused, secret: str) -> Unauthenticated:
     shown = keys.shown(secret).encode("ascii", "replace").decode() if secret.startswith(keys.PREFIX) else secret[:3]
     shown = "".join(c if c.isascii() and c.isprintable() else "?" for c in shown)
-    return Unauthenticated(f"{refused.message} ({shown}…)", headers={"www-authenticate": "Bearer"})
+    return Unauthenticated(f"{refused.message} ({shown}…)", headers=_CHALLENGE)

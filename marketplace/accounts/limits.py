@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 from uuid import UUID
 
-from marketplace.accounts.auth import Principal
 from marketplace.core.errors import RateLimited
 from marketplace.core.logs import get_logger
 from marketplace.core.valkey import Script, ValkeyDownError, ValkeyPipe
@@ -144,7 +143,7 @@ class Limiter:
         self._buckets: OrderedDict[UUID, Bucket] = OrderedDict()
         self._renewal: asyncio.Task[None] | None = None
 
-    async def acquire(self, principal: Limited | Principal) -> LimitState:
+    async def acquire(self, principal: Limited) -> LimitState:
         """Count one request of this key, for as long as it runs.
 
         Raises RateLimited (with Retry-After and x-ratelimit headers) over either limit; a refusal takes nothing.

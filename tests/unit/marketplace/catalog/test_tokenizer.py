@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 import zlib
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from marketplace.catalog.corpus import TEXTS, chats
@@ -193,6 +196,25 @@ class TestOracle:
         assert child is not None
         oracle.close()
         assert child._process.returncode is not None
+
+    def test_it_ends_with_its_parent_however_that_dies(self) -> None:
+        script = (
+            "import sys; from marketplace.catalog.oracle import Oracle;"
+            "from tests.vocabularies import smollm2_vocabulary;"
+            "oracle = Oracle(smollm2_vocabulary().to_gguf()); oracle.encode('x', special=True);"
+            "print(oracle._child._process.pid, flush=True); sys.stdin.read()"
+        )
+        parent = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert parent.stdout is not None
+        assert parent.stdin is not None
+        with parent.stdout, parent.stdin:
+            pid = int(parent.stdout.readline())
+            parent.kill()
+            parent.wait()
+        end = time.monotonic() + 5
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < end
+            time.sleep(0.01)
 
     def test_a_vocabulary_that_llama_cpp_refuses_is_an_error_not_a_crash(self) -> None:
         with Oracle(with_pre(smollm2_vocabulary(), "no such rules").to_gguf()) as oracle, pytest.raises(OracleError):
