@@ -200,14 +200,14 @@ def _bearer(header: str | bytes | None) -> str:
         header = header.decode("latin-1")
     if not header or not header.strip():
         text = "You didn't provide an API key. Send it in the Authorization header: `Authorization: Bearer YOUR_KEY`."
-        raise Unauthenticated(text, headers=_CHALLENGE)
+        raise Unauthenticated(text, headers=dict(_CHALLENGE))
     scheme, _, secret = header[:MAX_HEADER_CHARACTERS].strip().partition(" ")
     if scheme.lower() != "bearer" or not secret.strip():
-        raise Unauthenticated("The Authorization header must read `Bearer YOUR_KEY`.", headers=_CHALLENGE)
+        raise Unauthenticated("The Authorization header must read `Bearer YOUR_KEY`.", headers=dict(_CHALLENGE))
     return secret.strip()
 
 
 def _unauthenticated(refused: Refused, secret: str) -> Unauthenticated:
     shown = keys.shown(secret).encode("ascii", "replace").decode() if secret.startswith(keys.PREFIX) else secret[:3]
     shown = "".join(c if c.isascii() and c.isprintable() else "?" for c in shown)
-    return Unauthenticated(f"{refused.message} ({shown}…)", headers=_CHALLENGE)
+    return Unauthenticated(f"{refused.message} ({shown}…)", headers=dict(_CHALLENGE))
