@@ -136,7 +136,11 @@ class QueueWorld:
                 by,
             )
             session.execute(
-                text("update attempts set lease_expires_at = lease_expires_at - make_interval(secs => :by)"), by
+                text(
+                    "update attempts set lease_expires_at = lease_expires_at - make_interval(secs => :by),"
+                    " ended_at = ended_at - make_interval(secs => :by)"
+                ),
+                by,
             )
 
     def dispatched(self, gateway_id: str = GATEWAY) -> list[UUID]:

@@ -113,9 +113,9 @@ def _place(
     if tried.history.exhausted:
         done.over.append((job.job_id, endings.used_up(tried.history)))
         return None
-    ranked = rank(known, demand_of(job, tried.failed_nodes), matcher.rng, rules=matcher.rules)
+    ranked = rank(known, demand_of(job, tried.failed_nodes | tried.resting_nodes), matcher.rng, rules=matcher.rules)
     if not ranked.offers:
-        if tried.failed_nodes and ranked.refusal.hopeless:
+        if tried.failed_nodes and not tried.resting_nodes and ranked.refusal.hopeless:
             done.stuck.append((job.job_id, endings.failed_everywhere(ranked.refusal.sentence())))
         return None
     if not _within_budget(job, tried, matcher):
@@ -143,7 +143,7 @@ def _within_budget(job: Waiting, tried: Tried, matcher: Matcher) -> bool:
     return True
 
 
-def demand_of(job: Waiting, failed_nodes: frozenset[UUID] = frozenset()) -> Demand:
+def demand_of(job: Waiting, excluded_nodes: frozenset[UUID] = frozenset()) -> Demand:
     """The matcher's view of a queued job."""
     return Demand(
         variant_id=job.variant_id,
@@ -151,6 +151,6 @@ def demand_of(job: Waiting, failed_nodes: frozenset[UUID] = frozenset()) -> Dema
         max_output_tokens=job.max_output_tokens,
         ceiling=job.ceiling,
         organisation_id=job.organisation_id,
-        excluded_nodes=failed_nodes,
+        excluded_nodes=excluded_nodes,
         interactive=False,
     )

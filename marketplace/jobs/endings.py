@@ -41,11 +41,13 @@ class Tried:
     """What has been tried for one job, and where."""
 
     history: History
-    failed_nodes: frozenset[UUID]
+    failed_nodes: frozenset[UUID] = frozenset()
     """Nodes that may not see the job again."""
+    resting_nodes: frozenset[UUID] = frozenset()
+    """Nodes that turned the job away without fault a moment ago: before their telemetry tells why, they would again."""
 
 
-UNTRIED = Tried(History(attempts=0, preemptions=0), frozenset())
+UNTRIED: Final = Tried(History(attempts=0, preemptions=0))
 
 
 @dataclass(frozen=True, slots=True)

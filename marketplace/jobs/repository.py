@@ -23,6 +23,8 @@ MAX_RENTERS = 10_000
 PATIENCE_S = 600
 """A job counts as due this long after it came, or at its deadline if that is sooner: urgent jobs go first, patient ones
 are never starved by them."""
+REST_S = 5
+"""A node that turned a job away, because of its owner or a race for a slot, is not asked again for this long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +97,7 @@ def load_dispatch(session: Session, attempt_id: UUID) -> Dispatch | None:
 def lost_leases(session: Session, *, limit: int) -> list[Dispatch]:
     """Attempts whose lease ran out, the longest lost first."""
     rows = session.execute(
-        _dispatches()
-        .where(Attempt.lease_expires_at <= func.now())
-        .order_by(Attempt.lease_expires_at)
-        .limit(limit)
+        _dispatches().where(Attempt.lease_expires_at <= func.now()).order_by(Attempt.lease_expires_at).limit(limit)
     )
     return [_dispatch(row) for row in rows]
 
@@ -343,26 +342,33 @@ def tried(session: Session, job_ids: Sequence[UUID]) -> dict[UUID, Tried]:
     """What has been tried for each of these jobs; those without an attempt and without a pre-emption are left out."""
     preempted = session.execute(select(Job.id, Job.preemptions).where(Job.id.in_(job_ids), Job.preemptions > 0))
     preemptions = {row.id: row.preemptions for row in preempted}
-    by_job: dict[UUID, list[tuple[UUID, str | None]]] = {job_id: [] for job_id in preemptions}
+    by_job: dict[UUID, list[Any]] = {job_id: [] for job_id in preemptions}
     rows = session.execute(
-        select(Attempt.job_id, Attempt.node_id, Attempt.fault)
+        select(
+            Attempt.job_id,
+            Attempt.node_id,
+            Attempt.fault,
+            (Attempt.ended_at > func.now() - timedelta(seconds=REST_S)).label("recent"),
+        )
         .where(Attempt.job_id.in_(job_ids), Attempt.state == "ended")
         .order_by(Attempt.job_id, Attempt.epoch)
     )
-    for job_id, node_id, fault in rows:
-        by_job.setdefault(job_id, []).append((node_id, fault))
+    for row in rows:
+        by_job.setdefault(row.job_id, []).append(row)
     return {job_id: _tried(attempts, preemptions.get(job_id, 0)) for job_id, attempts in by_job.items()}
 
 
-def _tried(attempts: list[tuple[UUID, str | None]], preemptions: int) -> Tried:
-    counted = [(node_id, fault) for node_id, fault in attempts if fault != "owner"]
+def _tried(attempts: Sequence[Any], preemptions: int) -> Tried:
     return Tried(
         history=History(
-            attempts=len(counted),
+            attempts=sum(attempt.fault != "owner" for attempt in attempts),
             preemptions=preemptions,
-            last_fault=attempts[-1][1] if attempts else None,
+            last_fault=attempts[-1].fault if attempts else None,
         ),
-        failed_nodes=frozenset(node_id for node_id, fault in counted if fault == "node"),
+        failed_nodes=frozenset(attempt.node_id for attempt in attempts if attempt.fault == "node"),
+        resting_nodes=frozenset(
+            attempt.node_id for attempt in attempts if attempt.recent and attempt.fault in ("owner", None)
+        ),
     )
 
 

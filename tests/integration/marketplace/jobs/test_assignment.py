@@ -27,7 +27,7 @@ def assign(world: QueueWorld) -> int:
     return assign_until_done(world.factory, world.client, world.matcher())
 
 
-def failed(job_id: object, attempt_id: object, epoch: int, fault: str = "node") -> Close:
+def failed(job_id: object, attempt_id: object, epoch: int, fault: str | None = "node") -> Close:
     return Close(
         job_id=job_id,  # type: ignore[arg-type]
         attempt_id=attempt_id,  # type: ignore[arg-type]
@@ -238,8 +238,22 @@ class TestRetries:
             world.client.delete(*world.client.keys("fallow:slots:*") or ["none"])  # type: ignore[misc]
             assert assign(world) == 1
             world.write(failed(job.job_id, world.attempts(job.job_id)[-1].id, epoch, fault="owner"))
+            world.pass_time(6.0)
         assert assign(world) == 0
         assert world.job(job.job_id).outcome == "owner_preempted"
+
+    @pytest.mark.parametrize("fault", ["owner", None])
+    def test_a_node_that_turned_the_job_away_is_left_alone_for_a_moment(
+        self, world: QueueWorld, fault: str | None
+    ) -> None:
+        world.connect()
+        job = world.admit()
+        assign(world)
+        world.write(failed(job.job_id, world.attempts(job.job_id)[0].id, 1, fault=fault))
+        assert assign(world) == 0
+        assert world.job(job.job_id).state == "queued"
+        world.pass_time(6.0)
+        assert assign(world) == 1
 
     def test_retries_are_bounded_by_the_models_budget(self, world: QueueWorld) -> None:
         nodes = [world.another_node() for _ in range(2)]
