@@ -9,19 +9,19 @@ from pathlib import Path
 
 from agent.assembly import serve
 from agent.config import ConfigError
-from agent.home import AlreadyRunning
+from agent.home import LEVEL_VARIABLE, URL_VARIABLE, AlreadyRunning
 from agent.identity import IdentityError
 from agent.logs import configure
 
 
 def main() -> int:
-    """Run the agent of the folder that the first argument names; FALLOW_LOG_LEVEL sets the level. Returns exit code."""
+    """Run the agent of the folder that the first argument names. Returns the exit code."""
     if len(sys.argv) != 2:
         print("usage: python -m agent DIR", file=sys.stderr)
         return 2
-    configure(os.environ.get("FALLOW_LOG_LEVEL", "INFO"))
+    configure(os.environ.get(LEVEL_VARIABLE, "INFO"))
     try:
-        return asyncio.run(serve(Path(sys.argv[1])))
+        return asyncio.run(serve(Path(sys.argv[1]), url=os.environ.get(URL_VARIABLE) or None))
     except (ConfigError, IdentityError, AlreadyRunning) as error:
         print(error, file=sys.stderr)
     except PermissionError as error:

@@ -7,12 +7,15 @@ import gc
 import logging
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+
+import msgspec
 
 from agent import config as configuration
 from agent import home as folder
 from agent import identity as identities
-from agent.config import AgentConfig, ConfigError, ModelTable
+from agent.config import AgentConfig, ConfigError, ModelTable, check_url
 from agent.daemon import Daemon
 from agent.engines.factory import EngineConfig, make_engine
 from agent.engines.port import Engine
@@ -88,10 +91,12 @@ def _sources(config: AgentConfig) -> list[Source]:
     return sources
 
 
-def build(home: Path) -> Daemon:
+def build(home: Path, url: str | None = None) -> Daemon:
     """Read the folder and put the daemon together. Hashes weights that are new here, which takes a second per GB or so.
     Raises ConfigError and identity.IdentityError; call it on the running event loop."""
     identity = identities.load(home)
+    if url is not None:
+        identity = replace(identity, file=msgspec.structs.replace(identity.file, url=check_url(url)))
     config = configuration.load(home)
     if not config.models:
         raise ConfigError(f"{home / 'config.toml'} names no model to serve: add a [[models]] table.")
@@ -114,12 +119,13 @@ def _maker(settings: EngineConfig) -> Callable[[], Engine]:
     return lambda: make_engine(settings)
 
 
-async def serve(home: Path) -> int:
-    """Run the agent of this folder until SIGTERM or SIGINT. Returns the exit code. Raises what build and Lock raise."""
+async def serve(home: Path, url: str | None = None) -> int:
+    """Run the agent of this folder until SIGTERM or SIGINT; `url` overrides the marketplace's address at enrolment.
+    Returns the exit code. Raises what build and Lock raise."""
     lock = folder.Lock(home)
     lock.take()
     try:
-        daemon = build(home)
+        daemon = build(home, url)
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, daemon.stop)

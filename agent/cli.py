@@ -22,7 +22,7 @@ from agent import home as folder
 from agent import identity as identities
 from agent.config import DEFAULT_WEIGHTS, ConfigError, Initial
 from agent.enrol import EnrolError
-from agent.home import AlreadyRunning, Status
+from agent.home import LEVEL_VARIABLE, URL_VARIABLE, AlreadyRunning, Status
 from agent.identity import IdentityError
 from agent.version import version
 
@@ -104,15 +104,18 @@ def enroll(
 @app.command()
 def run(
     home: HomeOption = None,
-    log_level: Annotated[str, typer.Option(envvar="FALLOW_LOG_LEVEL", help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
+    url: Annotated[str, typer.Option(envvar=URL_VARIABLE, help="The marketplace's address, if it has moved.")] = "",
+    log_level: Annotated[str, typer.Option(envvar=LEVEL_VARIABLE, help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
 ) -> None:
     """Serve until Ctrl-C or SIGTERM. Leaves no process behind."""
+    with _plain_errors():
+        url = configuration.check_url(url) if url else ""
     folder_name = str(home or configuration.default_home())
     # In place of this process: same pid, and none of the command line's libraries in memory while it serves.
     os.execve(  # noqa: S606 - no shell is wanted
         sys.executable,
         [sys.executable, "-P", "-m", "agent", folder_name],
-        {**os.environ, "FALLOW_LOG_LEVEL": log_level},
+        {**os.environ, LEVEL_VARIABLE: log_level, URL_VARIABLE: url},
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Annotated, Final, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -37,6 +38,14 @@ def default_home() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Application Support" / "fallow" / "agent"
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "fallow" / "agent"
+
+
+def check_url(url: str) -> str:
+    """The marketplace's base URL without a trailing slash. Raises ConfigError."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ConfigError(f"{url!r} is not the address of a marketplace; it looks like https://fallow.example.")
+    return url.rstrip("/")
 
 
 def nano_usd_per_mtok(amount: str) -> int:

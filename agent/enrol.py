@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 
 from agent import identity as identities
-from agent.config import ConfigError, Initial, render
+from agent.config import ConfigError, Initial, check_url, render
 from agent.identity import IdentityFile
 from agent.protocol import ENROL_PATH, EnrolAnswer, EnrolRequest
 
@@ -29,14 +29,6 @@ class _ErrorDetail(msgspec.Struct):
 
 class _ErrorBody(msgspec.Struct):
     error: _ErrorDetail
-
-
-def check_url(url: str) -> str:
-    """The marketplace's base URL without a trailing slash. Raises ConfigError."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise ConfigError(f"{url!r} is not the address of a marketplace; it looks like https://fallow.example.")
-    return url.rstrip("/")
 
 
 def is_private(url: str) -> bool:

@@ -12,6 +12,9 @@ import msgspec
 
 from agent.identity import prepare_home, write_private
 
+LEVEL_VARIABLE: Final = "FALLOW_LOG_LEVEL"
+URL_VARIABLE: Final = "FALLOW_AGENT_URL"
+"""The marketplace's address, instead of the one at enrolment."""
 STATUS_STALE_S: Final = 30.0
 LOCK_TRIES: Final = 5
 LOCK_PAUSE_S: Final = 0.02

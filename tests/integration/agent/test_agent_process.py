@@ -40,10 +40,12 @@ async def enrolled(gateway: ScriptedGateway, home: Path, *options: str) -> None:
 
 
 @asynccontextmanager
-async def running(gateway: ScriptedGateway, home: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, Inventory]]:
+async def running(
+    gateway: ScriptedGateway, home: Path, *options: str
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, Inventory]]:
     """A running agent whose offer is live; killed at the end, should the test have left it."""
     log = (home / "agent.log").open("ab")
-    process = await asyncio.create_subprocess_exec(*(*COMMAND, "run", "--dir", str(home)), stderr=log)
+    process = await asyncio.create_subprocess_exec(*(*COMMAND, "run", "--dir", str(home), *options), stderr=log)
     try:
         live = await gateway.expect_that(Inventory, lambda inventory: bool(inventory.offers), timeout_s=30)
         yield process, live
@@ -172,6 +174,15 @@ class TestRunning:
                     assert gateway.hellos[-1].attempts == []
                     await gateway.send(ask(live, b"b", 5))
                     assert (await gateway.expect(Finished, timeout_s=10)).attempt == b"b"
+
+        asyncio.run(act())
+
+    def test_follows_a_marketplace_that_has_moved(self, tmp_path: Path) -> None:
+        async def act() -> None:
+            async with ScriptedGateway() as old:
+                await enrolled(old, tmp_path, "--engine", "simulated")
+            async with ScriptedGateway(old.public_key) as new, running(new, tmp_path, "--url", new.url):
+                assert len(new.hellos) == 1
 
         asyncio.run(act())
 

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from agent import home as folder
 from agent import identity as identities
 from agent.cli import app
-from agent.enrol import check_url, is_private
+from agent.config import check_url
+from agent.enrol import is_private
 from agent.home import AlreadyRunning, Lock, OfferStatus, Status
 from agent.identity import IdentityFile
 
