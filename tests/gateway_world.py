@@ -286,10 +286,18 @@ class World:
 
 @contextlib.asynccontextmanager
 async def world(
-    settings: Settings, factory: SessionFactory, *, variant_id: UUID | None = None, **changes: Any
+    settings: Settings,
+    factory: SessionFactory,
+    *,
+    variant_id: UUID | None = None,
+    send_buffer_bytes: int = 0,
+    **changes: Any,
 ) -> AsyncIterator[World]:
-    """A gateway that serves SmolLM2, without a node yet."""
+    """A gateway that serves SmolLM2, without a node yet. `changes` are settings, and `send_buffer_bytes` what the kernel
+    may keep of an answer that nobody reads."""
     listener = socket.create_server(("127.0.0.1", 0))
+    if send_buffer_bytes:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
     port = listener.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     facts = {"gateway_id": f"gw-{secrets.token_hex(3)}", "gateway_url": url, "port": port, **changes}

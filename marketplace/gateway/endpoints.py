@@ -41,8 +41,8 @@ async def make_quote(request: Request, services: GatewayServices, principal: Ren
     limits = await services.limiter.acquire(principal)
     try:
         measured = await measure(services, chat)
-        ranked = find(services, measured, measured.demand(principal.organisation_id))
-        return quote(measured, ranked, services.fleet.view.offers(measured.variant.id))
+        ranked = find(services, measured.demand(principal.organisation_id), measured.offers)
+        return quote(measured, ranked)
     finally:
         services.in_background(services.limiter.release(limits))
 

@@ -28,7 +28,7 @@ from marketplace.jobs.endings import MAX_ATTEMPTS, MAX_PREEMPTIONS
 from marketplace.jobs.hot import Admit, AttemptLease, Lease
 from marketplace.jobs.states import JobState, Outcome
 from marketplace.jobs.sweeping import CHAT_ENDPOINT
-from marketplace.matching.types import Filter, OfferView, Refusal
+from marketplace.matching.types import Demand, Filter, OfferView, Rates, Refusal
 from marketplace.metering.pricing import affordable_output, worst_case
 
 log = get_logger(__name__)
@@ -78,8 +78,6 @@ class Interactive:
         self._outlet = outlet
         self._job_id = new_id()
         self._max_output = measured.max_output_tokens
-        self._budget_nano: int | None = None
-        """What the balance was found to hold, once it was too small."""
         self._excluded: set[UUID] = set()
         self._attempts = 0
         self._preemptions = 0
@@ -103,9 +101,11 @@ class Interactive:
     async def admit(self) -> Placement:
         """Reserve a slot, hold the worst case, lease the first attempt. Raises NoCapacity, InsufficientBalance and
         Unavailable; nothing is held then."""
+        offers = self._measured.offers
+        available_nano = 0
         for _ in range(MAX_ADMISSIONS):
             attempt_id = new_id()
-            offer = await self._reserve(attempt_id, within_budget=True)
+            offer = await self._reserve(attempt_id, offers)
             try:
                 admitted = await self._services.writer.submit(self._admission(offer, attempt_id))
             except BaseException:
@@ -115,25 +115,16 @@ class Interactive:
                 self.admitted = True
                 self._services.fleet.retries.request(offer.variant_id, self._services.now())
                 return Placement(offer, attempt_id, 1)
-            self._release(offer, attempt_id)
-            self._afford(offer, admitted.available_nano)
-        raise self._short_of_balance(self._budget_nano or 0)
+            # Awaited: what comes next must see the slot free again.
+            await self._services.fleet.reservations.release(offer, attempt_id)
+            available_nano = admitted.available_nano
+            offers = self._affordable(offer, available_nano)
+        raise self._short_of_balance(available_nano)
 
-    async def _reserve(
-        self, attempt_id: UUID, *, within_budget: bool = False, first: OfferView | None = None
-    ) -> OfferView:
-        services, measured = self._services, self._measured
-        offers: Sequence[OfferView] = services.fleet.view.offers(measured.variant.id)
-        if within_budget and self._budget_nano is not None:
-            offers = [offer for offer in offers if self._worst(offer) <= (self._budget_nano or 0)] or offers
-        demand = measured.demand(
-            self._caller.principal.organisation_id,
-            ceiling=first.rates if first is not None else None,
-            excluded=frozenset(self._excluded),
-            warm=self._warm,
-            max_output_tokens=self._max_output,
-        )
-        ranked = find(services, measured, demand, offers)
+    async def _reserve(self, attempt_id: UUID, offers: Sequence[OfferView], ceiling: Rates | None = None) -> OfferView:
+        """A slot at the best of these offers that has one. Raises NoCapacity."""
+        services = self._services
+        ranked = find(services, self._demand(ceiling), offers)
         if not ranked.offers:
             raise NoCapacity(ranked.refusal)
         taken = await services.fleet.reservations.reserve_first(ranked, attempt_id, services.pulse.reservation_s)
@@ -141,6 +132,15 @@ class Interactive:
             nodes = len({offer.node_id for offer in ranked.offers})
             raise NoCapacity(Refusal({**ranked.refusal.refused, Filter.RESERVED: nodes}))
         return taken
+
+    def _demand(self, ceiling: Rates | None = None) -> Demand:
+        return self._measured.demand(
+            self._caller.principal.organisation_id,
+            ceiling=ceiling,
+            excluded=frozenset(self._excluded),
+            warm=self._warm,
+            max_output_tokens=self._max_output,
+        )
 
     def _admission(self, offer: OfferView, attempt_id: UUID) -> Admit:
         principal, settings, measured = self._caller.principal, self._services.settings, self._measured
@@ -178,13 +178,13 @@ class Interactive:
     def _worst(self, offer: OfferView) -> int:
         return worst_case(offer.rates, self._measured.prompt_tokens, self._max_output)
 
-    def _afford(self, refused: OfferView, available_nano: int) -> None:
-        """The balance does not hold this offer's worst case: look for cheaper ones, or lower an answer that the client
-        did not bound. Raises InsufficientBalance."""
-        self._budget_nano = available_nano
-        offers = self._services.fleet.view.offers(self._measured.variant.id)
-        if any(self._worst(offer) <= available_nano for offer in offers if offer.offer_id != refused.offer_id):
-            return
+    def _affordable(self, refused: OfferView, available_nano: int) -> Sequence[OfferView]:
+        """The balance does not hold this offer's worst case: cheaper offers, or, for an answer that the client did not
+        bound, all that are cheap enough once it is lowered. Raises InsufficientBalance."""
+        offers = find(self._services, self._demand(), self._offers_now()).offers
+        cheaper = [offer for offer in offers if self._worst(offer) <= available_nano]
+        if cheaper:
+            return cheaper
         prompt = self._measured.prompt_tokens
         affordable = affordable_output(refused.rates, prompt, available_nano)
         if affordable < 1:
@@ -192,10 +192,14 @@ class Interactive:
         if self._measured.client_bound or affordable < 1 or self._caller.principal.credit_account_id is None:
             raise self._short_of_balance(available_nano)
         self._max_output = min(self._max_output, affordable)
+        return [offer for offer in offers if self._worst(offer) <= available_nano]
+
+    def _offers_now(self) -> Sequence[OfferView]:
+        return self._services.fleet.view.offers(self._measured.variant.id)
 
     def _short_of_balance(self, available_nano: int) -> InsufficientBalance:
         prompt = self._measured.prompt_tokens
-        offers = self._services.fleet.view.offers(self._measured.variant.id)
+        offers = self._offers_now()
         output = self._max_output if self._measured.client_bound else 1
         return InsufficientBalance(
             needed_nano=min((worst_case(offer.rates, prompt, output) for offer in offers), default=0),
@@ -277,7 +281,7 @@ class Interactive:
             return None
         attempt_id = new_id()
         try:
-            return await self._reserve(attempt_id, first=first), attempt_id
+            return await self._reserve(attempt_id, self._offers_now(), first.rates), attempt_id
         except NoCapacity:
             return None
 

@@ -20,6 +20,8 @@ from marketplace.gateway.http import Header, Send, send_error, send_json
 from marketplace.gateway.outcomes import Ending, moves_on
 
 log = get_logger(__name__)
+MAX_WRITE_BYTES = 64 * 1024
+"""Chunks are gathered up to this into one write."""
 STREAM_HEADERS: tuple[Header, ...] = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -124,8 +126,8 @@ class StreamOutlet:
         pieces = run.pieces
         while True:
             if len(pieces) > self._sent and self._wanted(run):
-                count = len(pieces)
-                if not await self._write(self._chunks(pieces[self._sent : count])):
+                count, chunks = self._next_chunks(pieces)
+                if not await self._write(chunks):
                     run.stop(Ending.SLOW_READER)
                     return
                 self._sent = count
@@ -181,10 +183,22 @@ class StreamOutlet:
             return False
         return not moves_on(ending, exposed=self.exposed, accepted=bool(run.token_count))
 
-    def _chunks(self, pieces: Sequence[Tokens]) -> bytes:
-        if len(pieces) == 1:
-            return self._chunk(pieces[0])
-        return b"".join([self._chunk(piece) for piece in pieces])
+    def _next_chunks(self, pieces: Sequence[Tokens]) -> tuple[int, bytes]:
+        """What is written next: how many pieces are then sent, and their chunks. Bounded, since the server takes any
+        write whole before it makes the next one wait for the client."""
+        position, total = self._sent, len(pieces)
+        first = self._chunk(pieces[position])
+        position += 1
+        if position == total:
+            return position, first
+        parts = [first]
+        size = len(first)
+        while position < total and size < MAX_WRITE_BYTES:
+            chunk = self._chunk(pieces[position])
+            parts.append(chunk)
+            size += len(chunk)
+            position += 1
+        return position, b"".join(parts)
 
     def _chunk(self, piece: Tokens) -> bytes:
         if piece.extra:

@@ -37,6 +37,8 @@ class Measured:
     max_output_tokens: int
     client_bound: bool
     """True if the client set the bound; else it is the model's default, which the balance may lower."""
+    offers: Sequence[OfferView]
+    """What was offered of the variant when it was measured."""
 
     def demand(
         self,
@@ -68,7 +70,8 @@ async def measure(services: Services, chat: ChatRequest) -> Measured:
     """
     variant = services.catalog.resolve(chat.model)
     counted = await variant.count_prompt_async(chat.messages, chat.tools)
-    context = _context(services, variant)
+    offers = services.fleet.view.offers(variant.id)
+    context = _context(services, variant, offers)
     return Measured(
         chat=chat,
         variant=variant,
@@ -76,16 +79,13 @@ async def measure(services: Services, chat: ChatRequest) -> Measured:
         prompt_packed=pack(counted.ids),
         max_output_tokens=_output_bound(chat.max_tokens, variant.default_max_output, counted.tokens, context),
         client_bound=chat.max_tokens is not None,
+        offers=offers,
     )
 
 
-def _context(services: Services, variant: VariantView) -> int:
+def _context(services: Services, variant: VariantView, offers: Sequence[OfferView]) -> int:
     """Tokens of the largest slot that serves the variant now; without any, what the model was trained for."""
-    slots = [
-        offer.context_per_slot
-        for offer in services.fleet.view.offers(variant.id)
-        if services.fleet.rules.allow_simulated or not offer.simulated
-    ]
+    slots = [offer.context_per_slot for offer in offers if services.fleet.rules.allow_simulated or not offer.simulated]
     return max(slots, default=variant.training_context)
 
 
@@ -101,16 +101,15 @@ def _output_bound(asked: int | None, default: int, prompt_tokens: int, context: 
     return asked if asked is not None else min(default, context - prompt_tokens)
 
 
-def find(services: Services, measured: Measured, demand: Demand, offers: Sequence[OfferView] | None = None) -> Ranked:
-    """Rank what is offered now, breakers considered. `offers` narrows what is looked at."""
-    known = services.fleet.view.offers(measured.variant.id) if offers is None else offers
-    resting = services.fleet.breakers.resting((offer.node_id for offer in known), measured.variant.id, services.now())
-    return rank(known, demand, services.rng, rules=services.fleet.rules, resting=resting)
+def find(services: Services, demand: Demand, offers: Sequence[OfferView]) -> Ranked:
+    """Rank these offers, breakers considered."""
+    resting = services.fleet.breakers.resting((offer.node_id for offer in offers), demand.variant_id, services.now())
+    return rank(offers, demand, services.rng, rules=services.fleet.rules, resting=resting)
 
 
-def quote(measured: Measured, ranked: Ranked, offers: Sequence[OfferView]) -> dict[str, Any]:
+def quote(measured: Measured, ranked: Ranked) -> dict[str, Any]:
     """What POST /v1/quote answers: bounds over the offers that could run it now, or over all that are known."""
-    fitting = ranked.offers or offers
+    fitting = ranked.offers or measured.offers
     prompt, output = measured.prompt_tokens, measured.max_output_tokens
     answer: dict[str, Any] = {
         "object": "quote",
