@@ -6,7 +6,8 @@ from decimal import ROUND_HALF_EVEN, Decimal
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from marketplace.finance.yields import Machine, Result, declining_usd, of_rental
 
