@@ -293,7 +293,7 @@ async def world(
     send_buffer_bytes: int = 0,
     **changes: Any,
 ) -> AsyncIterator[World]:
-    """A gateway that serves SmolLM2, without a node yet. `changes` are settings, and `send_buffer_bytes` what the kernel
+    """A gateway that serves SmolLM2, without a node yet. `changes` are settings; `send_buffer_bytes` is what the kernel
     may keep of an answer that nobody reads."""
     listener = socket.create_server(("127.0.0.1", 0))
     if send_buffer_bytes:
