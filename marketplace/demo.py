@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar, cast
 from uuid import UUID
@@ -31,6 +30,7 @@ from marketplace.core.clock import utcnow
 from marketplace.core.database import SessionFactory, make_engine, make_session_factory
 from marketplace.core.settings import Settings
 from marketplace.finance import service as finance
+from marketplace.finance.summary import usd
 from marketplace.local import (
     MODEL,
     OWNER,
@@ -51,7 +51,6 @@ SETTLED_WITHIN_S: Final = 60.0
 JOBS_WITHIN_S: Final = 120.0
 QUESTION: Final = "In two sentences: why does an idle computer cost its owner money?"
 TOPICS: Final = ("rivers", "bread", "glass", "maps", "clocks", "salt", "wool", "bridges", "ink", "copper")
-NANO: Final = Decimal(10**9)
 T = TypeVar("T")
 
 
@@ -76,12 +75,6 @@ class Story:
 
     def fact(self, name: str, value: object) -> None:
         self.console.print(f"  {name:<26} {value}", markup=False, highlight=False)
-
-
-def usd(nano: int) -> str:
-    """Nano-USD as dollars, every digit that counts."""
-    text = f"{Decimal(nano) / NANO:.9f}".rstrip("0")
-    return f"${text}0" if text.endswith(".") else f"${text}"
 
 
 @app.command()
