@@ -56,6 +56,7 @@ def enroll(
     home: HomeOption = None,
     name: Annotated[str, typer.Option(help="What to call this machine; default: its host name.")] = "",
     engine: Annotated[str, typer.Option(help="llama.cpp, openai or simulated.")] = "llama.cpp",
+    engine_url: Annotated[str | None, typer.Option(help="For openai: where your server answers.")] = None,
     weights: Annotated[str, typer.Option(help="GGUF file: a path, or package:NAME/FILE.")] = DEFAULT_WEIGHTS,
     slots: Annotated[int, typer.Option(help="Requests served at once.")] = 2,
     context_per_slot: Annotated[int, typer.Option(help="Tokens that each request may use.")] = 2048,
@@ -71,6 +72,7 @@ def enroll(
     initial = Initial(
         weights=weights,
         engine=engine,
+        engine_url=engine_url,
         slots=slots,
         context_per_slot=context_per_slot,
         threads=threads,

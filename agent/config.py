@@ -186,6 +186,7 @@ class Initial:
 
     weights: str = DEFAULT_WEIGHTS
     engine: str = "llama.cpp"
+    engine_url: str | None = None
     slots: int = 2
     context_per_slot: int = 2048
     threads: int | None = None
@@ -196,8 +197,10 @@ class Initial:
     load_watts: float | None = None
 
 
-def _optional(key: str, value: float | int | None, example: str) -> str:
-    return f"# {key} = {example}" if value is None else f"{key} = {value}"
+def _optional(key: str, value: str | float | int | None, example: str) -> str:
+    if value is None:
+        return f"# {key} = {example}"
+    return f"{key} = {_string(value) if isinstance(value, str) else value}"
 
 
 def render(initial: Initial) -> str:
@@ -225,8 +228,9 @@ return_s = 60.0
 {_optional("load_watts", initial.load_watts, "95.0")}
 
 [[models]]
-# llama.cpp, or openai for a server that you run yourself (then set url).
+# llama.cpp, or openai for a server that you run yourself on this machine; url is where it answers.
 engine = {_string(initial.engine)}
+{_optional("url", initial.engine_url, '"http://127.0.0.1:8000"')}
 # A GGUF file: a path, or package:NAME/FILE for a file inside an installed Python package.
 weights = {_string(initial.weights)}
 # Requests served at once, and tokens (prompt and answer together) that each of them may use.

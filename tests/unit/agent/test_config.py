@@ -48,6 +48,12 @@ class TestAConfiguration:
         ask = model.ask_usd_per_mtok.parse()
         assert (ask.input, ask.cached_input, ask.output) == (50_000_000, 10_000_000, 200_000_000)
 
+    def test_written_by_enroll_for_a_server_of_the_owner_says_where_it_answers(self) -> None:
+        model = parse(render(Initial(engine="openai", engine_url="http://127.0.0.1:8000"))).models[0]
+        assert (model.engine, model.url) == ("openai", "http://127.0.0.1:8000")
+        with pytest.raises(ConfigError, match="needs url"):
+            render(Initial(engine="openai"))
+
     def test_explains_every_setting(self) -> None:
         lines = render(Initial()).splitlines()
         settings = [index for index, line in enumerate(lines) if "=" in line and not line.startswith("#")]
