@@ -268,7 +268,9 @@ class LocalStack:
             assert enrol.process is not None
             if enrol.process.wait(60) != 0:
                 raise ChildFailed(enrol.name, "failed", enrol.log_path)
-        agent = self.spawn("agent", "agent", "agent", "run", "--dir", str(self.agent_dir), environment={})
+        # The port may be another one than at enrolment.
+        run = ("agent", "run", "--dir", str(self.agent_dir), "--url", self.url)
+        agent = self.spawn("agent", "agent", *run, environment={})
         agent.wait_until(lambda: offered(factory), timeout_s=AGENT_READY_S, every_s=0.1)
 
 
