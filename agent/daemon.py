@@ -181,7 +181,11 @@ class Daemon:
             message = f"{type(error).__name__} in the agent"
             self._dispatch(events.WorkBroke(attempt, "engine_error", message, time.monotonic()))
         else:
-            self._dispatch(task.result())
+            ended = task.result()
+            if isinstance(ended, events.WorkBroke):
+                # The code only: an engine's message may quote the prompt.
+                log.warning("attempt_failed attempt=%s code=%s", attempt.hex(), ended.code)
+            self._dispatch(ended)
 
     async def _do_work(self, work: events.StartWork) -> events.WorkEvent:
         """Stream one answer out of the engine. Returns how it ended; raises only CancelledError and defects."""
