@@ -18,6 +18,14 @@ class CurrencyMismatch(LedgerError):
     """Two currencies met where only one may be."""
 
 
+class UnknownCurrency(LedgerError):
+    """The ledger keeps no accounts in this currency."""
+
+
+class UnknownBook(LedgerError):
+    """No book has this id or code."""
+
+
 class InvalidJournal(LedgerError):
     """A draft that is no journal: fewer than two lines, a zero line, or a currency that does not sum to zero."""
 
@@ -32,6 +40,10 @@ class AccountMismatch(LedgerError):
 
 class AccountNotOpen(LedgerError):
     """The account is frozen or closed."""
+
+
+class AccountInUse(LedgerError):
+    """The account cannot be closed: it has a balance or an open hold."""
 
 
 class UnknownJournal(LedgerError):
@@ -52,7 +64,27 @@ class OutsideIdTaken(LedgerError):
 
 
 class AlreadyReversed(LedgerError):
-    """The journal was taken back before."""
+    """The journal was taken back before, in full or by so much that this would exceed it."""
+
+
+class PeriodError(LedgerError):
+    """Root of what is wrong about a period."""
+
+
+class UnknownPeriod(PeriodError):
+    """No period has this id, or none lies there."""
+
+
+class InvalidPeriod(PeriodError):
+    """Not a period: without time zones, empty, overlapping another or leaving a gap after it."""
+
+
+class PeriodClosed(PeriodError):
+    """The effective time lies in a period that is closed or closing: a correction goes into an open one."""
+
+
+class PeriodNotReady(PeriodError):
+    """The period cannot take this step yet (or no more): the message says what is in the way."""
 
 
 class BelowFloor(LedgerError):
@@ -67,12 +99,22 @@ class BelowFloor(LedgerError):
         self.wanted_nano = wanted_nano
 
 
+class AboveLimit(LedgerError):
+    """The account may not hold that much. Amounts are nanos in the account's normal direction."""
+
+    def __init__(self, account_id: int, *, limit_nano: int, after_nano: int) -> None:
+        super().__init__(f"Account {account_id} may reach {limit_nano} nano at most, this would make it {after_nano}.")
+        self.account_id = account_id
+        self.limit_nano = limit_nano
+        self.after_nano = after_nano
+
+
 class HoldMismatch(LedgerError):
     """A hold with this id exists on another account or over another amount."""
 
 
 class HoldNotOpen(LedgerError):
-    """The hold is unknown, already resolved, or smaller than what was to be taken from it."""
+    """The hold is unknown, already resolved, past its expiry, or smaller than what was to be taken from it."""
 
     def __init__(self, hold_id: UUID, story: str) -> None:
         super().__init__(f"Hold {hold_id.hex} {story}.")

@@ -13,7 +13,24 @@ NANO = 1_000_000_000
 NANO_PER_CENT = NANO // 100
 MAX_NANO = 2**63 - 1
 """What a BIGINT holds: some 9.2 billion units of a currency."""
+_CURRENCY = re.compile(r"[A-Z]{3}", re.ASCII)
 _DECIMAL = re.compile(r"(?P<sign>[+-]?)(?P<whole>[0-9]{1,12})(?:\.(?P<fraction>[0-9]{1,9}))?", re.ASCII)
+
+
+def whole_nano(nano: int) -> int:
+    """The same number, if it is one that can be stored. Raises InvalidAmount for a float, a bool, or one too large."""
+    if type(nano) is not int:
+        raise InvalidAmount(f"{nano!r} is not a whole number of nanos.")
+    if not -MAX_NANO <= nano <= MAX_NANO:
+        raise InvalidAmount(f"{nano} nano is more than can be stored.")
+    return nano
+
+
+def positive_nano(nano: int) -> int:
+    """The same number, if it is an amount to be moved. Raises InvalidAmount for zero, less, and no whole number."""
+    if whole_nano(nano) <= 0:
+        raise InvalidAmount(f"{nano} nano is no amount to move: it must be positive.")
+    return nano
 
 
 def parse_nano(text: str) -> int:
@@ -69,8 +86,9 @@ class Money:
     currency: str = "USD"
 
     def __post_init__(self) -> None:
-        if not -MAX_NANO <= self.nano <= MAX_NANO:
-            raise InvalidAmount(f"{self.nano} nano is more than can be stored.")
+        whole_nano(self.nano)
+        if _CURRENCY.fullmatch(self.currency) is None:
+            raise InvalidAmount(f"{self.currency!r} is not a currency's three letters.")
 
     @classmethod
     def parse(cls, text: str, currency: str = "USD") -> Money:

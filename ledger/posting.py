@@ -8,24 +8,31 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
 
+import psycopg
 from sqlalchemy import Row, select, text
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from ledger import journal as pure
 from ledger.chart import Kind
 from ledger.errors import (
+    AboveLimit,
     AccountNotOpen,
-    AlreadyReversed,
     BelowFloor,
+    CurrencyMismatch,
     HoldNotOpen,
     IdempotencyMismatch,
+    InvalidJournal,
+    LedgerError,
     OutsideIdTaken,
+    PeriodClosed,
     UnknownAccount,
+    UnknownBook,
     UnknownJournal,
+    UnknownPeriod,
     UnmatchedCapture,
 )
 from ledger.journal import JournalDraft, Line
@@ -35,12 +42,16 @@ from ledger.money import Money
 _INSERT_JOURNALS = text(
     """
     insert into ledger_journals
-      (idempotency_key, kind, source, outside_id, body_sha256, effective_at, reverses_id, memo)
-    select key, kind, source, outside_id, body, coalesce(effective_at, now()), reverses_id, cast(memo as jsonb)
+      (idempotency_key, kind, source, outside_id, body_sha256, captures_sha256, effective_at, dated, reverses_id,
+       memo, book_id, corrects_period_id, closing_entry)
+    select key, kind, source, outside_id, body, captures, coalesce(effective_at, now()), effective_at is not null,
+           reverses_id, cast(memo as jsonb), book_id, corrects_period_id, closing_entry
     from unnest(cast(:keys as text[]), cast(:kinds as text[]), cast(:sources as text[]), cast(:outside_ids as text[]),
-                cast(:bodies as bytea[]), cast(:times as timestamptz[]), cast(:reverses as bigint[]),
-                cast(:memos as text[]))
-         as w (key, kind, source, outside_id, body, effective_at, reverses_id, memo)
+                cast(:bodies as bytea[]), cast(:captures as bytea[]), cast(:times as timestamptz[]),
+                cast(:reverses as bigint[]), cast(:memos as text[]), cast(:books as bigint[]),
+                cast(:corrects as bigint[]), cast(:closing as boolean[]))
+         as w (key, kind, source, outside_id, body, captures, effective_at, reverses_id, memo, book_id,
+               corrects_period_id, closing_entry)
     order by key
     on conflict do nothing
     returning idempotency_key, id
@@ -48,7 +59,7 @@ _INSERT_JOURNALS = text(
 )
 _LOCK_BALANCES = text(
     """
-    select account_id, posted_nano, held_nano, floor_nano from ledger_balances
+    select account_id, posted_nano, held_nano, floor_nano, limit_nano from ledger_balances
     where account_id = any(cast(:ids as bigint[])) order by account_id for no key update
     """
 )
@@ -63,18 +74,31 @@ _CAPTURE_HOLDS = text(
     """
     update ledger_holds h set state = 'captured', captured_nano = c.taken, resolved_at = now()
     from unnest(cast(:ids as uuid[]), cast(:taken as bigint[])) as c (id, taken)
-    where h.id = c.id and h.state = 'held' and c.taken <= h.amount_nano
+    where h.id = c.id and h.state = 'held' and c.taken <= h.amount_nano and h.expires_at > clock_timestamp()
     returning h.id, h.account_id, h.amount_nano, h.captured_nano
     """
 )
 _INSERT_POSTINGS = text(
     """
-    insert into ledger_postings (journal_id, account_id, currency, amount_nano)
-    select * from unnest(cast(:journals as bigint[]), cast(:accounts as bigint[]), cast(:currencies as text[]),
-                         cast(:amounts as bigint[])) as p (journal_id, account_id, currency, amount)
-    order by journal_id, account_id
+    insert into ledger_postings (journal_id, account_id, currency, amount_nano, effective_at)
+    select p.journal_id, p.account_id, p.currency, p.amount, j.effective_at
+    from unnest(cast(:journals as bigint[]), cast(:accounts as bigint[]), cast(:currencies as text[]),
+                cast(:amounts as bigint[])) as p (journal_id, account_id, currency, amount)
+    left join ledger_journals j on j.id = p.journal_id
+    order by p.journal_id, p.account_id
     """
 )
+
+
+_REFUSALS: dict[str, type[LedgerError]] = {
+    "ledger_period_open": PeriodClosed,
+    "ledger_correction": UnknownPeriod,
+    "ledger_reversal": InvalidJournal,
+    "fk_ledger_journals_book_id": UnknownBook,
+    "fk_ledger_journals_corrects_period_id": UnknownPeriod,
+    "fk_ledger_journals_reverses_id": UnknownJournal,
+}
+"""Constraint -> the error that says the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +126,14 @@ def post(session: Session, draft: JournalDraft) -> PostResult:
 def post_many(session: Session, drafts: Sequence[JournalDraft]) -> list[PostResult]:
     """Post journals set-based, all or none; returns one result a draft, in order.
 
-    A draft whose key was used for the same body answers with the first result and writes nothing. Raises
-    InvalidJournal, UnknownAccount, IdempotencyMismatch, OutsideIdTaken, AlreadyReversed, BelowFloor, HoldNotOpen,
-    UnmatchedCapture; the caller rolls back then, or posts within a savepoint. The transaction commits only if each
-    journal balances.
+    A draft whose key was used for the same body answers with the first result and writes nothing; a draft that is
+    being posted under the same key elsewhere is waited for. A failed attempt leaves nothing, not even its key: the
+    same key may come again with any body, and is judged anew.
+
+    Raises InvalidJournal, UnknownAccount, UnknownBook, AccountNotOpen, CurrencyMismatch, PeriodClosed,
+    UnknownPeriod, IdempotencyMismatch, OutsideIdTaken, AlreadyReversed, BelowFloor, AboveLimit, HoldNotOpen,
+    UnmatchedCapture. The caller rolls back then, or posts within a savepoint: what a failed attempt began cannot be
+    committed, since the database refuses a journal without its lines.
     """
     for draft in drafts:
         pure.validate(draft)
@@ -125,37 +153,6 @@ def post_many(session: Session, drafts: Sequence[JournalDraft]) -> list[PostResu
     return results
 
 
-def reverse(
-    session: Session,
-    journal_id: int,
-    *,
-    idempotency_key: str,
-    source: str,
-    outside_id: str,
-    kind: str = "reversal",
-    effective_at: datetime | None = None,
-    memo: dict[str, Any] | None = None,
-) -> PostResult:
-    """Take a journal back in full, by a new one that names it. Holds that it captured stay resolved.
-
-    Raises UnknownJournal, AlreadyReversed, and what post_many raises.
-    """
-    lines = _lines(session, journal_id)
-    if not lines:
-        raise UnknownJournal(f"There is no journal {journal_id}.")
-    draft = JournalDraft(
-        idempotency_key=idempotency_key,
-        kind=kind,
-        source=source,
-        outside_id=outside_id,
-        lines=pure.inverse(lines),
-        effective_at=effective_at,
-        reverses_id=journal_id,
-        memo=memo or {},
-    )
-    return post(session, draft)
-
-
 def lock_balances(session: Session, account_ids: Iterable[int]) -> dict[int, Row[Any]]:
     """Lock the checked balances among these accounts, in order, and read them. Hot accounts have none."""
     rows = session.execute(_LOCK_BALANCES, {"ids": sorted(set(account_ids))})
@@ -163,7 +160,8 @@ def lock_balances(session: Session, account_ids: Iterable[int]) -> dict[int, Row
 
 
 def change_balances(session: Session, locked: dict[int, Row[Any]], changes: dict[int, Change]) -> None:
-    """Write changes to balances that this transaction has locked. Raises BelowFloor before anything is written."""
+    """Write changes to balances that this transaction has locked. Raises BelowFloor or AboveLimit before anything is
+    written."""
     for account, change in changes.items():
         row = locked[account]
         after_nano = row.posted_nano + change.posted_nano - row.held_nano - change.held_nano
@@ -174,6 +172,9 @@ def change_balances(session: Session, locked: dict[int, Row[Any]], changes: dict
                 available_nano=row.posted_nano - row.held_nano - row.floor_nano,
                 wanted_nano=change.held_nano - change.posted_nano,
             )
+        posted_nano = row.posted_nano + change.posted_nano
+        if row.limit_nano is not None and change.posted_nano > 0 and posted_nano > row.limit_nano:
+            raise AboveLimit(account, limit_nano=row.limit_nano, after_nano=posted_nano)
     ids = sorted(changes)
     parameters = {
         "ids": ids,
@@ -184,28 +185,44 @@ def change_balances(session: Session, locked: dict[int, Row[Any]], changes: dict
 
 
 def _insert_journals(session: Session, drafts: Sequence[JournalDraft]) -> dict[str, int]:
-    rows = session.execute(
-        _INSERT_JOURNALS,
-        {
-            "keys": [draft.idempotency_key for draft in drafts],
-            "kinds": [draft.kind for draft in drafts],
-            "sources": [draft.source for draft in drafts],
-            "outside_ids": [draft.outside_id for draft in drafts],
-            "bodies": [pure.body_sha256(draft) for draft in drafts],
-            "times": [draft.effective_at for draft in drafts],
-            "reverses": [draft.reverses_id for draft in drafts],
-            "memos": [json.dumps(dict(draft.memo)) for draft in drafts],
-        },
-    )
+    parameters = {
+        "keys": [draft.idempotency_key for draft in drafts],
+        "kinds": [draft.kind for draft in drafts],
+        "sources": [draft.source for draft in drafts],
+        "outside_ids": [draft.outside_id for draft in drafts],
+        "bodies": [pure.body_sha256(draft) for draft in drafts],
+        "captures": [pure.captures_sha256(draft.captures) for draft in drafts],
+        "times": [draft.effective_at for draft in drafts],
+        "reverses": [draft.reverses_id for draft in drafts],
+        "memos": [json.dumps(dict(draft.memo)) for draft in drafts],
+        "books": [draft.book_id for draft in drafts],
+        "corrects": [draft.corrects_period_id for draft in drafts],
+        "closing": [draft.closing_entry for draft in drafts],
+    }
+    try:
+        rows = session.execute(_INSERT_JOURNALS, parameters).all()
+    except IntegrityError as error:
+        raise _refusal(error) from error
     return {row.idempotency_key: row.id for row in rows}
+
+
+def _refusal(error: IntegrityError) -> Exception:
+    """The database's refusal of a journal, in the ledger's words."""
+    facts = error.orig.diag if isinstance(error.orig, psycopg.Error) else None
+    if facts is None or facts.constraint_name not in _REFUSALS:
+        return error
+    return _REFUSALS[facts.constraint_name](f"{facts.message_primary}.")
 
 
 def _apply(session: Session, journals: Sequence[tuple[int, JournalDraft]]) -> None:
     """Move balances, resolve holds and write the lines of journals that were just inserted."""
     captures = [capture for _, draft in journals for capture in draft.captures]
     holders = _holders(session, [capture.hold_id for capture in captures])
-    signs = _signs(session, {line.account_id for _, draft in journals for line in draft.lines})
-    locked = lock_balances(session, signs.keys() | holders)
+    accounts = _accounts(session, {line.account_id for _, draft in journals for line in draft.lines})
+    for _, draft in journals:
+        _admit(draft, accounts, holders)
+    signs = {account: Kind(row.kind).sign for account, row in accounts.items()}
+    locked = lock_balances(session, signs.keys() | set(holders.values()))
 
     changes: dict[int, Change] = defaultdict(Change)
     for _, draft in journals:
@@ -222,25 +239,48 @@ def _apply(session: Session, journals: Sequence[tuple[int, JournalDraft]]) -> No
     _insert_postings(session, journals)
 
 
-def _signs(session: Session, ids: set[int]) -> dict[int, int]:
-    """Account -> the sign of its normal direction. Raises UnknownAccount, AccountNotOpen for a closed one."""
-    query = text("select id, code, kind, status from ledger_accounts where id = any(cast(:ids as bigint[]))")
-    rows = session.execute(query, {"ids": sorted(ids)}).all()
-    unknown = sorted(ids - {row.id for row in rows})
+def _accounts(session: Session, ids: set[int]) -> dict[int, Row[Any]]:
+    """What these accounts are. Raises UnknownAccount, AccountNotOpen for a closed one."""
+    query = text(
+        "select id, code, kind, status, currency, book_id from ledger_accounts where id = any(cast(:ids as bigint[]))"
+    )
+    rows = {row.id: row for row in session.execute(query, {"ids": sorted(ids)})}
+    unknown = sorted(ids - rows.keys())
     if unknown:
         raise UnknownAccount(f"There is no account with the id {unknown[0]}.")
-    closed = [row.code for row in rows if row.status == "closed"]
+    closed = [row.code for row in rows.values() if row.status == "closed"]
     if closed:
         raise AccountNotOpen(f"Account {closed[0]!r} is closed.")
-    return {row.id: Kind(row.kind).sign for row in rows}
+    return rows
 
 
-def _holders(session: Session, ids: Sequence[UUID]) -> set[int]:
-    """The accounts of these holds. A hold never moves to another account, so they are readable before the lock."""
+def _admit(draft: JournalDraft, accounts: dict[int, Row[Any]], holders: dict[UUID, int]) -> None:
+    """Raise unless each line fits its account. A frozen one gives only what is held already, or taken back."""
+    frozen: dict[int, int] = {}
+    for line in draft.lines:
+        account = accounts[line.account_id]
+        if account.currency != line.amount.currency:
+            raise CurrencyMismatch(f"Account {account.code!r} is in {account.currency}, not {line.amount.currency}.")
+        if account.book_id != draft.book_id:
+            raise InvalidJournal(f"Account {account.code!r} is not of book {draft.book_id}.")
+        if account.status == "frozen" and draft.reverses_id is None:
+            moved_nano = Kind(account.kind).sign * line.amount.nano
+            frozen[account.id] = frozen.get(account.id, 0) + moved_nano
+    for capture in draft.captures if frozen else ():
+        holder = holders.get(capture.hold_id)
+        if holder in frozen:
+            frozen[holder] += capture.amount_nano
+    spending = [account for account, nano in frozen.items() if nano < 0]
+    if spending:
+        raise AccountNotOpen(f"Account {accounts[spending[0]].code!r} is frozen.")
+
+
+def _holders(session: Session, ids: Sequence[UUID]) -> dict[UUID, int]:
+    """Hold -> its account. A hold never moves to another account, so this may be read before the lock."""
     if not ids:
-        return set()
-    query = text("select distinct account_id from ledger_holds where id = any(cast(:ids as uuid[]))")
-    return set(session.scalars(query, {"ids": list(ids)}))
+        return {}
+    query = text("select id, account_id from ledger_holds where id = any(cast(:ids as uuid[]))")
+    return {row.id: row.account_id for row in session.execute(query, {"ids": list(ids)})}
 
 
 def _match_captures(changes: dict[int, Change], captured: Sequence[Row[Any]]) -> None:
@@ -270,6 +310,8 @@ def _story(session: Session, capture: pure.Capture) -> str:
         return "does not exist"
     if hold.state != "held":
         return f"is {hold.state}"
+    if capture.amount_nano <= hold.amount_nano:
+        return f"expired at {hold.expires_at.isoformat()}"
     return f"holds {hold.amount_nano} nano, less than the {capture.amount_nano} to be taken"
 
 
@@ -290,38 +332,33 @@ def _replay(session: Session, draft: JournalDraft) -> int:
     """The journal that this draft became before. Raises if its key, outside event or reversal belongs to another."""
     stored = session.scalar(select(Journal).where(Journal.idempotency_key == draft.idempotency_key))
     if stored is None:
-        raise _conflict(session, draft)
-    if stored.body_sha256 != pure.body_sha256(draft):
-        raise IdempotencyMismatch(
-            draft.idempotency_key, pure.differing(pure.body(draft), _stored_body(session, stored))
+        raise OutsideIdTaken(
+            f"Another journal already stands for {draft.source} {draft.kind} {draft.outside_id!r}: its key is not "
+            f"{draft.idempotency_key!r}."
         )
+    if stored.body_sha256 != pure.body_sha256(draft):
+        differing = pure.differing(pure.body(draft), _stored_body(session, stored))
+        raise IdempotencyMismatch(draft.idempotency_key, differing or ["body"])
     return stored.id
 
 
-def _conflict(session: Session, draft: JournalDraft) -> OutsideIdTaken | AlreadyReversed:
-    other = session.scalar(
-        select(Journal.id).where(
-            Journal.source == draft.source, Journal.kind == draft.kind, Journal.outside_id == draft.outside_id
-        )
-    )
-    if other is not None:
-        return OutsideIdTaken(f"Journal {other} already stands for {draft.source} {draft.kind} {draft.outside_id!r}.")
-    return AlreadyReversed(f"Journal {draft.reverses_id} was reversed before.")
-
-
 def _stored_body(session: Session, stored: Journal) -> dict[str, Any]:
-    lines = _lines(session, stored.id)
-    return {
-        "kind": stored.kind,
-        "source": stored.source,
-        "outside_id": stored.outside_id,
-        "lines": sorted([line.account_id, line.amount.currency, line.amount.nano] for line in lines),
-        "effective_at": stored.effective_at.astimezone(UTC).isoformat(),
-        "reverses_id": stored.reverses_id,
-        "memo": stored.memo,
-    }
+    return pure.make_body(
+        kind=stored.kind,
+        source=stored.source,
+        outside_id=stored.outside_id,
+        lines=[(line.account_id, line.amount.currency, line.amount.nano) for line in lines_of(session, stored.id)],
+        effective_at=stored.effective_at if stored.dated else None,
+        captures_sha256=stored.captures_sha256,
+        reverses_id=stored.reverses_id,
+        memo=stored.memo,
+        book_id=stored.book_id,
+        corrects_period_id=stored.corrects_period_id,
+        closing_entry=stored.closing_entry,
+    )
 
 
-def _lines(session: Session, journal_id: int) -> tuple[Line, ...]:
+def lines_of(session: Session, journal_id: int) -> tuple[Line, ...]:
+    """The lines of a journal, in the order in which they were written; none if there is no such journal."""
     rows = session.scalars(select(Posting).where(Posting.journal_id == journal_id).order_by(Posting.id))
     return tuple(Line(row.account_id, Money(row.amount_nano, row.currency)) for row in rows)

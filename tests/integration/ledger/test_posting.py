@@ -351,8 +351,15 @@ class TestGuardsOfTheDatabase:
 
     def test_a_posting_is_in_its_accounts_currency(self, session: Session, books: Books) -> None:
         lines = (debit(books.clearing, 5, "EUR"), credit(books.renter, 5, "EUR"))
-        with pytest.raises(IntegrityError):
+        with pytest.raises(ledger.CurrencyMismatch):
             ledger.post(session, JournalDraft("k", "x", "test", "k", lines))
+        insert = (
+            "insert into ledger_postings (journal_id, account_id, currency, amount_nano)"
+            " values (:journal, :account, 'EUR', 5)"
+        )
+        journal = ledger.post(session, top_up(books, 5)).journal_id
+        with pytest.raises(IntegrityError, match="foreign key"):
+            session.execute(text(insert), {"journal": journal, "account": books.fees})
 
     def test_a_resolved_hold_stays_resolved(self, session: Session, books: Books) -> None:
         hold = uuid4()

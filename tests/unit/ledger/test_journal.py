@@ -23,7 +23,7 @@ class TestValidation:
             replace(DRAFT, lines=(debit(1, 100), credit(2, 99))),
             replace(DRAFT, lines=(debit(1, 100),)),
             replace(DRAFT, lines=()),
-            replace(DRAFT, lines=(debit(1, 0), credit(2, 0))),
+            replace(DRAFT, lines=(Line(1, Money(0)), Line(2, Money(0)))),
             replace(DRAFT, lines=(debit(1, 100), credit(2, 100, "EUR"))),
             replace(DRAFT, idempotency_key=""),
             replace(DRAFT, outside_id=""),
