@@ -16,10 +16,12 @@ _encode = msgspec.json.Encoder().encode
 
 
 def json_text(text: str) -> bytes:
-    """Text as a JSON string. U+2028 and U+2029 are escaped: some clients split lines on them."""
+    """Text as a JSON string. U+2028, U+2029 and U+0085 are escaped: some clients split lines on them."""
     encoded = _encode(text)
     if b"\xe2\x80" in encoded:
         encoded = encoded.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
+    if b"\xc2\x85" in encoded:
+        encoded = encoded.replace(b"\xc2\x85", b"\\u0085")
     return encoded
 
 
