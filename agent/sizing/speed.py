@@ -7,27 +7,21 @@ Memory bandwidth bounds decoding, arithmetic bounds prefill:
     per token     TPOT(B)   = t_d(B, I + O/2) + (B / O) t_p(I (1 - hit), I hit)
 
 with B running sequences, c their mean context, m uncached and h cached prompt tokens, I and O the tokens in and out of
-a request, n devices, W, P, L, H and k as in `ModelShape`. Uncalibrated, this is some 20% off what is measured; fitted
-to measurements of the same model, device and engine, under 10%.
+a request, n devices, W, P, L, H and k as in `ModelShape`. Of a mixture of experts a step reads only the experts that
+some sequence visits: W (1 - (1 - P/N)^B) of its N parameters' bytes, which for a dense model is W.
+
+Uncalibrated, this is some 20% off what is measured; fitted to measurements of the same model, device and engine (see
+`calibrate`), under 10%.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
+from agent.sizing.devices import DEVICES, DeviceSpec
 from agent.sizing.shape import ModelShape
 
-
-@dataclass(frozen=True, slots=True)
-class DeviceSpec:
-    """A device's own figures, from its maker's data sheet."""
-
-    name: str
-    memory_bytes: int
-    bandwidth_bytes_per_s: float
-    flops: float
-    """Dense, at the precision that the weights are multiplied in (16 bit unless said)."""
+__all__ = ["DEVICES", "DeviceSpec", "Efficiency", "Load", "SpeedModel", "StepCost", "cold_start_s"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +30,8 @@ class Efficiency:
 
     memory: float = 0.75
     compute: float = 0.70
-    step_overhead_s: float = 0.0005
-    all_reduce_s: float = 10e-6
+    step_overhead_s: float = 0.001
+    all_reduce_s: float = 20e-6
     """Two all-reduces of one layer; counted only with more than one device."""
 
 
@@ -45,31 +39,42 @@ class Efficiency:
 class Load:
     """A steady load of like requests."""
 
-    batch: int
-    input_tokens: int
-    output_tokens: int
+    batch: float
+    """Sequences that run at once; a mean need not be whole."""
+    input_tokens: float
+    output_tokens: float
     cached_fraction: float = 0.0
     """Part of the input that the prefix cache has, 0 to 1."""
 
 
-DEVICES: Final[dict[str, DeviceSpec]] = {
-    spec.name: spec
-    for spec in (
-        DeviceSpec("A100-80 SXM", 80_000_000_000, 2.039e12, 312e12),
-        DeviceSpec("H100 SXM", 80_000_000_000, 3.35e12, 989e12),
-        DeviceSpec("H100 PCIe", 80_000_000_000, 2.0e12, 756e12),
-        DeviceSpec("H200", 141_000_000_000, 4.8e12, 989e12),
-        DeviceSpec("L40S", 48_000_000_000, 864e9, 362e12),
-        DeviceSpec("RTX 4090", 24_000_000_000, 1.008e12, 165e12),
-        DeviceSpec("RTX 3090", 24_000_000_000, 936e9, 71e12),
-    )
-}
-"""Cards that the formulas were checked on. A device that is not here is measured instead."""
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What one decode step takes, in seconds: linear in sequences and in tokens of context on either side of a max."""
+
+    weights_s: float
+    """Reading the weights."""
+    kv_s: float
+    """Reading one cached token."""
+    sequence_s: float
+    """Multiplying for one sequence."""
+    attention_s: float
+    """Attending to one cached token."""
+    fixed_s: float
+    """Everything besides."""
+
+    def step_s(self, sequences: float, context_tokens: float) -> float:
+        """A step of so many sequences that hold so many tokens together."""
+        memory = self.weights_s + self.kv_s * context_tokens
+        compute = self.sequence_s * sequences + self.attention_s * context_tokens
+        return max(memory, compute) + self.fixed_s
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedModel:
-    """One model on one device, or on several in tensor parallel. All times in seconds, all sizes in tokens."""
+    """One model on one device, or on several in tensor parallel. All times in seconds, all sizes in tokens.
+
+    The constants of `efficiency` belong to one model on one kind of device in one engine.
+    """
 
     shape: ModelShape
     device: DeviceSpec
@@ -80,12 +85,21 @@ class SpeedModel:
         if self.devices < 1:
             raise ValueError("at least one device is needed")
 
-    def decode_step_s(self, batch: int, context: float) -> float:
+    def decode_step_s(self, batch: float, context: float) -> float:
         """One step of `batch` sequences whose mean context is `context`; each gains one token."""
+        return self.step_cost(batch).step_s(batch, batch * context)
+
+    def step_cost(self, batch: float) -> StepCost:
+        """The parts of a decode step. They depend on `batch` only for a mixture of experts."""
         shape = self.shape
-        moved_bytes = shape.weight_bytes + batch * context * shape.kv_bytes_per_token
-        operations = 2 * shape.active_parameters * batch + 4 * shape.layers * shape.hidden * context * batch
-        return max(moved_bytes / self._bandwidth, operations / self._flops) + self._step_overhead_s
+        visited = 1.0 - (1.0 - shape.active_parameters / shape.parameters) ** batch
+        return StepCost(
+            weights_s=shape.weight_bytes * visited / self._bandwidth,
+            kv_s=shape.kv_bytes_per_token / self._bandwidth,
+            sequence_s=2 * shape.active_parameters / self._flops,
+            attention_s=4 * shape.layers * shape.hidden / self._flops,
+            fixed_s=self._step_overhead_s,
+        )
 
     def prefill_s(self, uncached: float, cached: float = 0.0) -> float:
         """Working through `uncached` prompt tokens behind `cached` ones. 0 for nothing to do."""

@@ -161,7 +161,7 @@ class TestSpeed:
         model = SpeedModel(shape, DEVICES[card], devices)
         assert model.first_token_s(1024) * 1e3 == pytest.approx(ttft_ms, rel=0.22)
         for batch, expected in per_token_ms.items():
-            assert model.decode_step_s(batch, 1024 + 128) * 1e3 == pytest.approx(expected, rel=0.17)
+            assert model.decode_step_s(batch, 1024 + 128) * 1e3 == pytest.approx(expected, rel=0.22)
 
     def test_a_batch_shares_the_weights(self) -> None:
         model = SpeedModel(LLAMA_8B, DEVICES["H100 SXM"])
