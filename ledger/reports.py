@@ -110,7 +110,9 @@ def movements(
     ]
 
 
-def read_journals(session: Session, start: datetime | None = None, end: datetime | None = None) -> Iterator[JournalView]:
+def read_journals(
+    session: Session, start: datetime | None = None, end: datetime | None = None
+) -> Iterator[JournalView]:
     """Journals effective in [start, end) in order of that time, each with its lines; streamed."""
     query = _lines().order_by(Journal.effective_at, Journal.id, Posting.id)
     if start is not None:

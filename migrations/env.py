@@ -8,7 +8,9 @@ from sqlalchemy import Connection, MetaData, NullPool, create_engine
 import marketplace.accounts.models
 import marketplace.catalog.models
 import marketplace.core.outbox
+import marketplace.finance.models
 import marketplace.fleet.models
+import marketplace.jobs.demand
 import marketplace.jobs.models
 import marketplace.metering.models  # noqa: F401  # each import registers its tables
 from ledger.models import LedgerBase

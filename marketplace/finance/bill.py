@@ -10,22 +10,8 @@ from uuid import UUID
 
 import ledger
 from marketplace.finance.period import Period
-from marketplace.finance.statement import Tokens
+from marketplace.finance.statement import Amounts, Tokens
 from marketplace.matching.types import Rates
-
-
-@dataclass(frozen=True, slots=True)
-class Amounts:
-    """What each class of tokens cost, in nano-USD. Reasoning tokens cost what visible output costs."""
-
-    input_uncached_nano: int = 0
-    input_cached_nano: int = 0
-    output_visible_nano: int = 0
-    output_reasoning_nano: int = 0
-
-    @property
-    def total_nano(self) -> int:
-        return self.input_uncached_nano + self.input_cached_nano + self.output_visible_nano + self.output_reasoning_nano
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, Row, Select, func, or_, select, text
+from sqlalchemy import ColumnElement, Row, Select, func, or_, select, text, union_all
+from sqlalchemy.dialects.postgresql import distinct_on
 from sqlalchemy.orm import Session
 
+import ledger
 from marketplace.catalog.models import Price, Variant
+from marketplace.finance.models import NodeCost
 from marketplace.finance.period import Period
 from marketplace.fleet.models import Device, Node
 from marketplace.jobs.models import Outcome
@@ -92,23 +96,48 @@ def device_names(session: Session, owner_id: UUID) -> dict[tuple[UUID, str], tup
 
 
 def owner_sums(session: Session, owner_id: UUID, period: Period) -> Sequence[Row[Any]]:
-    """Sums of an owner's receipts, one row a device."""
+    """Sums of an owner's receipts, one row for each device and variant."""
     charged = Receipt.loss_nano == 0
     return session.execute(
         select(
             Receipt.node_id,
             Receipt.device_id,
+            Receipt.variant_id,
             func.bool_or(Receipt.simulated).label("simulated"),
             func.count().label("jobs"),
             *_token_sums(),
+            *_amount_sums(),
             func.sum(Receipt.charge_nano).label("gross_nano"),
             func.coalesce(func.sum(Receipt.fee_nano).filter(charged), 0).label("fee_nano"),
             func.coalesce(func.sum(Receipt.owner_nano).filter(~charged), 0).label("adjustments_nano"),
             func.sum(Receipt.owner_nano).label("net_nano"),
         )
         .where(Receipt.owner_organisation_id == owner_id, *_within(period))
-        .group_by(Receipt.node_id, Receipt.device_id)
+        .group_by(Receipt.node_id, Receipt.device_id, Receipt.variant_id)
     ).all()
+
+
+def variant_names(session: Session) -> dict[UUID, tuple[str, str]]:
+    """variant_id -> (model_id, quantisation)."""
+    rows = session.execute(select(Variant.id, Variant.model_id, Variant.quantisation))
+    return {variant_id: (model_id, quantisation) for variant_id, model_id, quantisation in rows}
+
+
+def nodes_of(session: Session, owner_id: UUID) -> Sequence[Node]:
+    """An owner's nodes by name."""
+    return session.scalars(select(Node).where(Node.organisation_id == owner_id).order_by(Node.name, Node.id)).all()
+
+
+def node_costs(session: Session, owner_id: UUID, before: datetime) -> dict[UUID, NodeCost]:
+    """Node -> the newest of its declarations that is valid before a time."""
+    rows = session.scalars(
+        select(NodeCost)
+        .join(Node, Node.id == NodeCost.node_id)
+        .where(Node.organisation_id == owner_id, NodeCost.valid_from < before)
+        .order_by(NodeCost.node_id, NodeCost.valid_from.desc(), NodeCost.id.desc())
+        .ext(distinct_on(NodeCost.node_id))
+    )
+    return {cost.node_id: cost for cost in rows}
 
 
 def usage_of(session: Session, owner_id: UUID, period: Period) -> Sequence[Row[Any]]:
@@ -123,31 +152,29 @@ def energy_of(session: Session, owner_id: UUID, period: Period) -> Sequence[Row[
     return session.execute(_ENERGY, {"owner": owner_id, "start": period.start, "end": period.end}).all()
 
 
-def settled_nano(session: Session, owner_id: UUID, journals: Select[int]) -> int:
-    """What an owner's receipts settled by these journals come to."""
-    total = select(func.coalesce(func.sum(Receipt.owner_nano), 0)).where(
-        Receipt.owner_organisation_id == owner_id, Receipt.journal_id.in_(journals)
-    )
-    return int(session.scalar(total) or 0)
+def carried(session: Session, owner_id: UUID, start: datetime, end: datetime) -> tuple[int, int, int]:
+    """(settled within, delivered before `start` and not settled by then, the same at `end`) of an owner's receipts.
 
-
-def unsettled_nano(session: Session, owner_id: UUID, period_bound: ColumnElement[bool], later: Select[int]) -> int:
-    """What an owner's receipts within a bound come to that are settled by `later` journals, or not yet."""
-    total = select(func.coalesce(func.sum(Receipt.owner_nano), 0)).where(
-        Receipt.owner_organisation_id == owner_id,
-        period_bound,
-        or_(Receipt.journal_id.is_(None), Receipt.journal_id.in_(later)),
-    )
-    return int(session.scalar(total) or 0)
-
-
-def settlement_journals(owner_id: UUID, period_journals: Select[int]) -> Select[Any]:
-    """A query for those of the journals that settled something of this owner."""
-    return (
-        select(Receipt.journal_id)
-        .where(Receipt.owner_organisation_id == owner_id, Receipt.journal_id.in_(period_journals))
-        .distinct()
-    )
+    All three are unsettled, or settled by journals effective since `start`: nothing older is read.
+    """
+    amount = Receipt.owner_nano
+    columns = (Receipt.at, Receipt.journal_id, amount)
+    mine = Receipt.owner_organisation_id == owner_id
+    since = ledger.journals_between(start).cte("since").prefix_with("materialized")
+    after = select(ledger.journals_between(end).cte("after").prefix_with("materialized").c.id)
+    recent = union_all(
+        select(*columns).where(mine, Receipt.journal_id.is_(None)),
+        select(*columns).where(mine, Receipt.journal_id.in_(select(since.c.id))),
+    ).subquery()
+    open_at_end = or_(recent.c.journal_id.is_(None), recent.c.journal_id.in_(after))
+    row = session.execute(
+        select(
+            func.sum(recent.c.owner_nano).filter(~open_at_end),
+            func.sum(recent.c.owner_nano).filter(recent.c.at < start),
+            func.sum(recent.c.owner_nano).filter(recent.c.at < end, open_at_end),
+        )
+    ).one()
+    return int(row[0] or 0), int(row[1] or 0), int(row[2] or 0)
 
 
 def bill_sums(session: Session, organisation_id: UUID, period: Period) -> Sequence[Row[Any]]:
@@ -160,7 +187,7 @@ def bill_sums(session: Session, organisation_id: UUID, period: Period) -> Sequen
         Price.output_nano_usd_per_mtok.label("output_rate"),
         func.count().label("jobs"),
         *_token_sums(),
-        *(func.sum(getattr(Receipt, f"{name}_nano")).label(f"{name}_nano") for name in _CLASSES),
+        *_amount_sums(),
     ]
     return session.execute(
         select(*columns)
@@ -226,6 +253,10 @@ def receipts_of(owner_id: UUID, period: Period) -> Select[Receipt, str]:
 
 def _within(period: Period) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
     return Receipt.at >= period.start, Receipt.at < period.end
+
+
+def _amount_sums() -> list[ColumnElement[int]]:
+    return [func.sum(getattr(Receipt, f"{name}_nano")).label(f"{name}_nano") for name in _CLASSES]
 
 
 def _token_sums() -> list[ColumnElement[int]]:

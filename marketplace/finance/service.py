@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -15,20 +19,28 @@ from sqlalchemy.orm import Session
 import ledger
 from marketplace.accounts.models import Organisation
 from marketplace.accounts.service import UnknownOrganisation
+from marketplace.core.clock import utcnow
 from marketplace.core.database import SessionFactory
 from marketplace.finance import export, repository
-from marketplace.finance.bill import Amounts, PricedUse, RenterBill
+from marketplace.finance.bill import PricedUse, RenterBill
+from marketplace.finance.books import owner_books
+from marketplace.finance.economics import Activity, Capital, Declared, NodeEconomics, economics
+from marketplace.finance.models import NodeCost
 from marketplace.finance.period import Period
 from marketplace.finance.statement import (
     AccountMovement,
+    Amounts,
     DeviceYield,
     Earnings,
     Energy,
     Tokens,
     Usage,
+    VariantYield,
     YieldStatement,
+    merged,
 )
 from marketplace.finance.summary import summary
+from marketplace.fleet.models import Node
 from marketplace.matching.types import Rates
 from marketplace.metering.models import Receipt
 
@@ -63,8 +75,14 @@ def yield_statement(
     """What an owner earned in [start, end), device by device. Raises UnknownOrganisation, InvalidPeriod."""
     period = Period(start, end, zone_name)
     owner = _organisation(session, owner_id)
+    devices = _devices(session, owner_id, period)
     return YieldStatement(
-        owner_id, owner.name, period, _devices(session, owner_id, period), _movement(session, owner_id, period)
+        owner_id=owner_id,
+        owner_name=owner.name,
+        period=period,
+        devices=devices,
+        account=_movement(session, owner_id, period),
+        economics=_economics(session, owner_id, period, devices),
     )
 
 
@@ -134,40 +152,128 @@ def _organisation(session: Session, organisation_id: UUID) -> Organisation:
 def _devices(session: Session, owner_id: UUID, period: Period) -> tuple[DeviceYield, ...]:
     """Devices that were offered, earned or drew energy in the period."""
     names = repository.device_names(session, owner_id)
-    sums = {(row.node_id, row.device_id): row for row in repository.owner_sums(session, owner_id, period)}
+    earned = _earned(session, owner_id, period)
     usage = {(row.node_id, row.device_id): _usage(row) for row in repository.usage_of(session, owner_id, period)}
     energy = _energy(repository.energy_of(session, owner_id, period))
-    active = sums.keys() | usage.keys() | energy.keys()
+    active = earned.keys() | usage.keys() | energy.keys()
     # A device that its node no longer reports keeps its line.
     order = [key for key in names if key in active] + sorted(active - names.keys())
     return tuple(
-        _device(key, names.get(key), sums.get(key), usage.get(key, Usage()), energy.get(key, Energy())) for key in order
+        _device(key, names.get(key), earned.get(key, ()), usage.get(key, Usage()), energy=energy.get(key, Energy()))
+        for key in order
     )
 
 
+def _earned(session: Session, owner_id: UUID, period: Period) -> dict[DeviceKey, tuple[VariantYield, ...]]:
+    names = repository.variant_names(session)
+    found: dict[DeviceKey, list[VariantYield]] = defaultdict(list)
+    for row in repository.owner_sums(session, owner_id, period):
+        model_id, quantisation = names[row.variant_id]
+        found[row.node_id, row.device_id].append(
+            VariantYield(
+                variant_id=row.variant_id,
+                model_id=model_id,
+                quantisation=quantisation,
+                simulated=row.simulated,
+                tokens=_tokens(row),
+                amounts=_amounts(row),
+                earnings=Earnings(
+                    jobs=row.jobs,
+                    gross_nano=int(row.gross_nano),
+                    fee_nano=int(row.fee_nano),
+                    adjustments_nano=int(row.adjustments_nano),
+                    net_nano=int(row.net_nano),
+                ),
+            )
+        )
+    return {key: merged(variants) for key, variants in found.items()}
+
+
 def _device(
-    key: DeviceKey, names: tuple[str, str] | None, sums: Row[Any] | None, usage: Usage, energy: Energy
+    key: DeviceKey,
+    names: tuple[str, str] | None,
+    variants: tuple[VariantYield, ...],
+    usage: Usage,
+    *,
+    energy: Energy,
 ) -> DeviceYield:
     node_name, device_name = names or (key[0].hex, key[1])
-    if sums is None:
-        return DeviceYield(key[0], node_name, key[1], device_name, usage=usage, energy=energy)
     return DeviceYield(
         node_id=key[0],
         node_name=node_name,
         device_id=key[1],
         device_name=device_name,
-        simulated=sums.simulated,
-        tokens=_tokens(sums),
-        earnings=Earnings(
-            jobs=sums.jobs,
-            gross_nano=int(sums.gross_nano),
-            fee_nano=int(sums.fee_nano),
-            adjustments_nano=int(sums.adjustments_nano),
-            net_nano=int(sums.net_nano),
-        ),
+        simulated=any(variant.simulated for variant in variants),
+        tokens=sum((variant.tokens for variant in variants), Tokens()),
+        earnings=sum((variant.earnings for variant in variants), Earnings()),
         usage=usage,
         energy=energy,
+        variants=variants,
     )
+
+
+def _economics(
+    session: Session, owner_id: UUID, period: Period, devices: Iterable[DeviceYield]
+) -> tuple[NodeEconomics, ...]:
+    """Of each node that was the owner's within the period."""
+    by_node: dict[UUID, list[DeviceYield]] = defaultdict(list)
+    for device in devices:
+        if device.node_id is not None:
+            by_node[device.node_id].append(device)
+    costs = repository.node_costs(session, owner_id, period.end)
+    found = []
+    for node in repository.nodes_of(session, owner_id):
+        start, end = max(period.start, node.enrolled_at), min(period.end, utcnow())
+        own = by_node.get(node.id, [])
+        if start < end or own:
+            activity = _activity(own, start, max(start, end))
+            found.append(economics(node.id, node.name, activity, _declared(node, costs.get(node.id))))
+    return tuple(found)
+
+
+def _activity(devices: Sequence[DeviceYield], start: datetime, end: datetime) -> Activity:
+    usage = reduce(add, (device.usage for device in devices)) if devices else Usage()
+    energy = sum((device.energy for device in devices), Energy())
+    earnings = sum((device.earnings for device in devices), Earnings())
+    known = energy.measured_us or energy.declared_us
+    return Activity(
+        start=start,
+        end=end,
+        offered_us=usage.offered_us,
+        rented_us=usage.rented_us,
+        busy_us=usage.busy_us,
+        energy_mj=energy.measured_mj + energy.declared_mj if known else None,
+        output_tokens=sum(device.tokens.output for device in devices),
+        gross_nano=earnings.gross_nano,
+        fee_nano=earnings.fee_nano,
+        net_nano=earnings.net_nano,
+    )
+
+
+def _declared(node: Node, cost: NodeCost | None) -> Declared:
+    """What the agent declares of its power, and the owner of the cost."""
+    power = Declared(idle_mw=node.declared_idle_mw, load_mw=node.declared_load_mw)
+    if cost is None:
+        return power
+    return replace(
+        power,
+        capital=_capital(cost),
+        energy_nano_usd_per_kwh=cost.energy_nano_usd_per_kwh,
+        pue_milli=cost.pue_milli,
+        other_nano_usd_per_hour=cost.other_nano_usd_per_hour,
+    )
+
+
+def _capital(cost: NodeCost) -> Capital | None:
+    if (
+        cost.capital_nano is None
+        or cost.residual_nano is None
+        or cost.life_months is None
+        or cost.depreciation is None
+        or cost.in_service_on is None
+    ):
+        return None
+    return Capital(cost.capital_nano, cost.residual_nano, cost.life_months, cost.depreciation, cost.in_service_on)
 
 
 def _tokens(row: Row[Any]) -> Tokens:
@@ -176,6 +282,15 @@ def _tokens(row: Row[Any]) -> Tokens:
         int(row.input_cached_tokens),
         int(row.output_visible_tokens),
         int(row.output_reasoning_tokens),
+    )
+
+
+def _amounts(row: Row[Any]) -> Amounts:
+    return Amounts(
+        int(row.input_uncached_nano),
+        int(row.input_cached_nano),
+        int(row.output_visible_nano),
+        int(row.output_reasoning_nano),
     )
 
 
@@ -205,24 +320,17 @@ def _energy(rows: Iterable[Row[Any]]) -> Mapping[DeviceKey, Energy]:
 
 
 def _movement(session: Session, owner_id: UUID, period: Period) -> AccountMovement:
-    inside = ledger.journals_between(period.start, period.end)
-    settled_nano = repository.settled_nano(session, owner_id, inside)
-    carried = {
-        bound: repository.unsettled_nano(session, owner_id, Receipt.at < bound, ledger.journals_between(bound))
-        for bound in (period.start, period.end)
-    }
-    account_id = ledger.find_account(session, ledger.owner_pending(owner_id.hex))
-    opening_nano, closing_nano = _balances(session, account_id, period)
-    posted_nano = 0
-    if account_id is not None:
-        posted_nano = ledger.posted_in(session, account_id, repository.settlement_journals(owner_id, inside)).nano
+    settled_nano, carried_in_nano, carried_out_nano = repository.carried(session, owner_id, period.start, period.end)
+    books = owner_books(session, owner_id, period)
     return AccountMovement(
-        opening_nano=opening_nano,
-        carried_in_nano=carried[period.start],
-        carried_out_nano=carried[period.end],
+        opening_nano=books.opening_nano,
+        carried_in_nano=carried_in_nano,
+        carried_out_nano=carried_out_nano,
         settled_nano=settled_nano,
-        posted_nano=posted_nano,
-        closing_nano=closing_nano,
+        posted_nano=books.settled_nano,
+        closing_nano=books.closing_nano,
+        states=books.states,
+        lines=books.lines,
     )
 
 
@@ -245,10 +353,5 @@ def _priced_use(row: Row[Any]) -> PricedUse:
         ),
         jobs=row.jobs,
         tokens=_tokens(row),
-        amounts=Amounts(
-            int(row.input_uncached_nano),
-            int(row.input_cached_nano),
-            int(row.output_visible_nano),
-            int(row.output_reasoning_nano),
-        ),
+        amounts=_amounts(row),
     )

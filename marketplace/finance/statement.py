@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import reduce
 from operator import add
 from uuid import UUID
 
+from marketplace.finance.economics import NodeEconomics
 from marketplace.finance.period import Period
 
 MICROS_PER_HOUR = 3_600_000_000
@@ -37,6 +40,28 @@ class Tokens:
             self.input_cached + other.input_cached,
             self.output_visible + other.output_visible,
             self.output_reasoning + other.output_reasoning,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Amounts:
+    """What each class of tokens cost, in nano-USD. Reasoning tokens cost what visible output costs."""
+
+    input_uncached_nano: int = 0
+    input_cached_nano: int = 0
+    output_visible_nano: int = 0
+    output_reasoning_nano: int = 0
+
+    @property
+    def total_nano(self) -> int:
+        return self.input_uncached_nano + self.input_cached_nano + self.output_visible_nano + self.output_reasoning_nano
+
+    def __add__(self, other: Amounts) -> Amounts:
+        return Amounts(
+            self.input_uncached_nano + other.input_uncached_nano,
+            self.input_cached_nano + other.input_cached_nano,
+            self.output_visible_nano + other.output_visible_nano,
+            self.output_reasoning_nano + other.output_reasoning_nano,
         )
 
 
@@ -134,6 +159,25 @@ class Energy:
 
 
 @dataclass(frozen=True, slots=True)
+class VariantYield:
+    """What one variant earned on one device."""
+
+    variant_id: UUID
+    model_id: str
+    quantisation: str
+    simulated: bool
+    tokens: Tokens
+    amounts: Amounts
+    """By class of token, before the fee; together gross + adjustments."""
+    earnings: Earnings
+
+    @property
+    def name(self) -> str:
+        """`model (quantisation)`."""
+        return f"{self.model_id} ({self.quantisation})"
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceYield:
     """One device, or the sum of several."""
 
@@ -148,6 +192,8 @@ class DeviceYield:
     earnings: Earnings = field(default_factory=Earnings)
     usage: Usage = field(default_factory=Usage)
     energy: Energy = field(default_factory=Energy)
+    variants: tuple[VariantYield, ...] = ()
+    """What the earnings are the sum of, by name."""
 
     @property
     def token_share(self) -> float | None:
@@ -156,9 +202,46 @@ class DeviceYield:
         return self.tokens.output / capacity if capacity else None
 
 
+class State(StrEnum):
+    """Where an owner's money is. Each nano is in one of them."""
+
+    PENDING = "pending"
+    """Earned; may not be paid out yet."""
+    AVAILABLE = "available"
+    """May be paid out."""
+    RESERVED = "reserved"
+    """Kept back against disputes."""
+    IN_TRANSIT = "in transit"
+    """On its way to the owner's bank."""
+    PAID = "paid"
+    """Arrived; since the beginning."""
+    OWED = "owed to us"
+    """What the owner owes the platform: it counts against the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateBalance:
+    """What was in one state at the period's two bounds, in nano-USD."""
+
+    state: State
+    opening_nano: int
+    closing_nano: int
+
+
+@dataclass(frozen=True, slots=True)
+class AccountLine:
+    """What journals of one kind did to everything that the owner is owed, in nano-USD."""
+
+    name: str
+    kind: str
+    """The kind of the journals; see `ledger`."""
+    nano: int
+    journals: int
+
+
 @dataclass(frozen=True, slots=True)
 class AccountMovement:
-    """The owner's account over the period, in nano-USD: opening + settled + other = closing, to the nano.
+    """The owner's accounts over the period, in nano-USD: opening + settled + other = closing, to the nano.
 
     Receipts settle some seconds after delivery, so what was delivered in a period is not quite what settled in it:
     net + carried_in - carried_out = settled.
@@ -174,10 +257,14 @@ class AccountMovement:
     posted_nano: int
     """What the ledger posted to the account for the same receipts."""
     closing_nano: int
+    """All that the owner is owed: pending, available, reserved and in transit, less what the owner owes."""
+    states: tuple[StateBalance, ...] = ()
+    lines: tuple[AccountLine, ...] = ()
+    """All that moved, by kind: opening + lines = closing."""
 
     @property
     def other_nano(self) -> int:
-        """Payouts and corrections."""
+        """Payouts, refunds, disputes and corrections."""
         return self.closing_nano - self.opening_nano - self.posted_nano
 
 
@@ -190,6 +277,8 @@ class YieldStatement:
     period: Period
     devices: tuple[DeviceYield, ...]
     account: AccountMovement
+    economics: tuple[NodeEconomics, ...] = ()
+    """What each node earned on its capital, as far as its owner declared its cost."""
 
     @property
     def total(self) -> DeviceYield:
@@ -204,6 +293,7 @@ class YieldStatement:
             earnings=reduce(add, (device.earnings for device in self.devices), Earnings()),
             usage=reduce(add, (device.usage for device in self.devices)) if self.devices else Usage(),
             energy=reduce(add, (device.energy for device in self.devices), Energy()),
+            variants=merged(variant for device in self.devices for variant in device.variants),
         )
 
     @property
@@ -218,7 +308,31 @@ class YieldStatement:
                 f"Delivered {net_nano} + carried in {account.carried_in_nano} - carried out {account.carried_out_nano}"
                 f" is not the settled {account.settled_nano} nano."
             )
+        moved_nano = sum(line.nano for line in account.lines)
+        if account.lines and account.opening_nano + moved_nano != account.closing_nano:
+            found.append(
+                f"Opening {account.opening_nano} + movements {moved_nano} is not the closing"
+                f" {account.closing_nano} nano."
+            )
         return found
+
+
+def merged(variants: Iterable[VariantYield]) -> tuple[VariantYield, ...]:
+    """One line a variant, by name."""
+    found: dict[UUID, VariantYield] = {}
+    for variant in variants:
+        known = found.get(variant.variant_id)
+        if known is None:
+            found[variant.variant_id] = variant
+            continue
+        found[variant.variant_id] = replace(
+            known,
+            simulated=known.simulated or variant.simulated,
+            tokens=known.tokens + variant.tokens,
+            amounts=known.amounts + variant.amounts,
+            earnings=known.earnings + variant.earnings,
+        )
+    return tuple(sorted(found.values(), key=lambda variant: (variant.name, variant.variant_id)))
 
 
 def _share(part: int, whole: int) -> float | None:
