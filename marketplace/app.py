@@ -26,6 +26,7 @@ from marketplace.gateway.outcomes import Ending
 from marketplace.gateway.pulse import Pulse
 from marketplace.gateway.queue_runner import QueueRunner
 from marketplace.gateway.services import Services
+from marketplace.gateway.signatures import ReceiptSignatures
 from marketplace.jobs.writer import HotWriter
 
 log = get_logger(__name__)
@@ -51,6 +52,7 @@ def create_app(settings: Settings) -> Gateway:
         fleet=fleet,
         writer=writer,
         cancels=EarlyCancels(pipe, free_per_hour=settings.free_prefill_cancels_per_hour),
+        signatures=ReceiptSignatures(session_factory),
         pulse=Pulse(settings, writer, fleet.links, fleet.reservations),
         pump=OutboxPump(session_factory, sender(make_celery(settings))),
     )

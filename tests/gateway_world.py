@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -26,6 +27,7 @@ from marketplace.catalog.importer import import_gguf
 from marketplace.catalog.models import Model, Variant
 from marketplace.core.database import SessionFactory, transaction
 from marketplace.core.settings import Settings
+from marketplace.fleet.models import Node
 from marketplace.gateway.server import DrainingServer, make_server
 from marketplace.jobs.models import Attempt, Job, Outcome
 from marketplace.metering.models import Receipt
@@ -108,6 +110,11 @@ class Books:
         with self.factory() as session:
             return list(session.scalars(select(Receipt).order_by(Receipt.at)))
 
+    def faults(self) -> list[int]:
+        """Of each node."""
+        with self.factory() as session:
+            return list(session.scalars(select(Node.faults)))
+
     def credit(self, renter: Renter) -> Credit:
         with self.factory() as session:
             return balance(session, renter.organisation_id)
@@ -131,6 +138,7 @@ class ScriptedAgent:
         self.cancels: list[Cancel] = []
         self.acks: list[ReportAck] = []
         self.frames: list[Any] = []
+        self._texts: dict[bytes, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._reader = asyncio.create_task(self._read())
 
@@ -140,13 +148,16 @@ class ScriptedAgent:
 
     async def tokens(self, run: Run, words: tuple[str, ...] = WORDS, *, start: int = 0) -> None:
         """Pieces of an answer, one message."""
+        self._texts[run.attempt] = self._texts.get(run.attempt, "") + "".join(words)
         await self.say(*(Tokens(run.attempt, run.epoch, start + index, word) for index, word in enumerate(words)))
 
-    async def finish(self, run: Run, sequence: int, reason: str = "stop", **usage: Any) -> None:
-        report = UsageReport(run.prompt_tokens, usage.get("cached", 0), sequence, 0)
-        await self.say(
-            Finished(run.attempt, run.epoch, sequence, reason, report, 0.0, 1.0, usage.get("busy_ms", 5.0), b"s" * 64)
-        )
+    async def finish(self, run: Run, sequence: int, reason: str = "stop", *, cached: int = 0) -> None:
+        """The report, signed over what `tokens` said."""
+        usage = UsageReport(run.prompt_tokens, cached, sequence, 0)
+        digest = hashlib.sha256(self._texts.get(run.attempt, "").encode()).digest()
+        payload = protocol.receipt_payload(run.attempt, run.epoch, sequence, reason, usage, digest)
+        signature = self.node.key.sign(payload)
+        await self.say(Finished(run.attempt, run.epoch, sequence, reason, usage, 0.0, 1.0, 5.0, signature))
 
     async def fail(self, run: Run, sequence: int, code: str) -> None:
         await self.say(Failed(run.attempt, run.epoch, sequence, code, "as the script says", UsageReport(), 1.0))

@@ -24,6 +24,7 @@ from marketplace.gateway.confirm import was_written
 from marketplace.gateway.failures import CANCEL_REASONS
 from marketplace.gateway.outcomes import FAULTS, Ending, Payer, Verdict, verdict
 from marketplace.gateway.outlets import Outlet
+from marketplace.gateway.poison import DEATH, MESSAGE, absolve_victims
 from marketplace.gateway.receipts import price_of
 from marketplace.gateway.services import Services
 from marketplace.jobs.hot import Close
@@ -38,7 +39,6 @@ CANCEL_WAIT_S: Final = 5.0
 """For this long a stopped node may take to say that its engine stopped."""
 CLOSE_TRIES: Final = 3
 """Each of them bears the writer's own patience."""
-SIGNATURE_BYTES: Final = 64
 
 ResultOf = Callable[[Sequence[Tokens], str, TokenCounts, Priced | None], str | None]
 """Builds the stored answer of a queued job: pieces, finish reason, counts, price."""
@@ -122,7 +122,7 @@ class Execution:
         await self.outlet.pump(run)
         if not run.reported:
             await self._quiet(run)
-        self._judge_node(run)
+        await self._judge_node(run)
         return run
 
     def _start(self, run: AttemptRun, attempt_id: UUID) -> None:
@@ -165,12 +165,25 @@ class Execution:
             # It cannot speak to us either; its lease ends by itself.
             run.reported = True
 
-    def _judge_node(self, run: AttemptRun) -> None:
-        breakers, node_id = self._services.fleet.breakers, run.offer.node_id
+    async def _judge_node(self, run: AttemptRun) -> None:
+        breakers, node_id, variant_id = self._services.fleet.breakers, run.offer.node_id, self.work.variant.id
+        if run.ending is Ending.NODE and run.code == DEATH and run.epoch > 1:
+            await self._suspect_request(run)
         if run.ending is Ending.FINISHED:
-            breakers.succeeded(node_id, self.work.variant.id)
+            breakers.succeeded(node_id, variant_id)
         elif run.ending is not None and FAULTS.get(run.ending) == "node":
-            breakers.failed(node_id, self.work.variant.id, self._services.now())
+            breakers.failed(node_id, variant_id, self._services.now())
+
+    async def _suspect_request(self, run: AttemptRun) -> None:
+        """An engine died, and not the first one of this job: then it is the request that kills."""
+        victims = await asyncio.to_thread(
+            absolve_victims, self._services.session_factory, self.work.job_id, UUID(bytes=run.attempt_id)
+        )
+        if victims:
+            log.warning("request_kills_engines", job=self.work.job_id.hex)
+            run.ending, run.message = Ending.REQUEST, MESSAGE
+            for node_id in victims:
+                self._services.fleet.breakers.forgive(node_id, self.work.variant.id)
 
     # --- ends -----------------------------------------------------------------------------------------------------
 
@@ -185,7 +198,8 @@ class Execution:
             if ruling.payer is Payer.PLATFORM:
                 pieces = run.pieces
             settled = await self._settle(run, ruling, pieces)
-            await self._write(self._close_of(run, ruling, settled, result))
+            signature = await self._signature(run) if settled.priced is not None else None
+            await self._write(self._close_of(run, ruling, settled, signature, result))
         finally:
             await self.let_go(run)
         self._remember_prefix(run, settled)
@@ -226,6 +240,20 @@ class Execution:
         self._count(run, settled)
         return settled
 
+    async def abandon(self) -> None:
+        """This gateway broke the job while an attempt ran: end it as our failure, whatever the node says, so that no
+        hold waits for the sweeper. Never raises: what cannot be written is left to it."""
+        run = self.run
+        if run is None:
+            return
+        run.ending, run.code = Ending.PLATFORM, Ending.PLATFORM.value
+        try:
+            if not run.reported:
+                await self._quiet(run)
+            await self.conclude(run)
+        except (LeaseLost, FallowError) as error:
+            log.warning("abandoned_attempt_left_to_sweeper", job=self.work.job_id.hex, error=repr(error))
+
     async def _settle(self, run: AttemptRun, ruling: Verdict, pieces: Sequence[Tokens]) -> Settled:
         if ruling.payer is Payer.NOBODY:
             return self._nothing(run, ruling, pieces)
@@ -265,7 +293,14 @@ class Execution:
             priced=None,
         )
 
-    def _close_of(self, run: AttemptRun, ruling: Verdict, settled: Settled, result: ResultOf | None) -> Close:
+    async def _signature(self, run: AttemptRun) -> bytes | None:
+        if not isinstance(run.report, Finished):
+            return None
+        return await self._services.signatures.proven(run.offer.node_id, run.report, run.pieces)
+
+    def _close_of(
+        self, run: AttemptRun, ruling: Verdict, settled: Settled, signature: bytes | None, result: ResultOf | None
+    ) -> Close:
         assert ruling.outcome is not None
         complete = ruling.outcome is Outcome.COMPLETE
         receipt = None
@@ -277,7 +312,7 @@ class Execution:
                 owner_organisation_id=run.offer.owner_organisation_id,
                 device_id=run.offer.device_id,
                 simulated=run.offer.simulated,
-                node_signature=_signature(run),
+                node_signature=signature,
                 paid_by_platform=ruling.payer is Payer.PLATFORM,
             )
             if result is not None and ruling.payer is Payer.RENTER:
@@ -391,15 +426,3 @@ def _busy_ms(report: Finished | Failed | None) -> int | None:
     if report is None or not 0 <= report.busy_ms < 1e12:
         return None
     return round(report.busy_ms)
-
-
-def _signature(run: AttemptRun) -> bytes | None:
-    report = run.report
-    if isinstance(report, Finished) and len(report.signature) == SIGNATURE_BYTES:
-        return report.signature
-    return None
-
-
-def broken_by(error: BaseException) -> FallowError:
-    """What the client reads when this gateway itself failed."""
-    return error if isinstance(error, FallowError) else FallowError("Something broke on our side. Nothing was charged.")

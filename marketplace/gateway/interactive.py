@@ -13,7 +13,6 @@ from typing import Any, Final
 from uuid import UUID
 
 from marketplace.accounts.auth import Principal
-from marketplace.core.errors import FallowError
 from marketplace.core.ids import new_id
 from marketplace.core.logs import get_logger
 from marketplace.gateway.answer import completion, usage_object
@@ -227,7 +226,7 @@ class Interactive:
         except LeaseLost:
             await self._outlet.fail(of_lost_lease())
         except BaseException:
-            self._services.in_background(self._abandon(execution))
+            self._services.in_background(execution.abandon())
             raise
         finally:
             self._services.pulse.leave(execution)
@@ -301,17 +300,6 @@ class Interactive:
             return False
         free = await self._services.cancels.is_free(self._caller.principal.key_id)
         return not free and run.accepted
-
-    async def _abandon(self, execution: Execution) -> None:
-        """This gateway broke the request: end its attempt as our failure, so that no hold waits for the sweeper."""
-        run = execution.run
-        if run is None:
-            return
-        run.stop(Ending.PLATFORM)
-        try:
-            await execution.conclude(run)
-        except (LeaseLost, FallowError) as error:
-            log.warning("abandoned_attempt_left_to_sweeper", job=self._job_id.hex, error=repr(error))
 
     # --- what the client sees -------------------------------------------------------------------------------------
 

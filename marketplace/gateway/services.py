@@ -25,6 +25,7 @@ from marketplace.gateway.cancels import EarlyCancels
 from marketplace.gateway.metrics import GatewayMetrics
 from marketplace.gateway.prefixes import PrefixMemory
 from marketplace.gateway.pulse import Pulse
+from marketplace.gateway.signatures import ReceiptSignatures
 from marketplace.jobs.hot import Refused
 from marketplace.jobs.states import Outcome
 from marketplace.jobs.writer import HotWriter
@@ -58,6 +59,7 @@ class Services:
     fleet: Fleet
     writer: HotWriter
     cancels: EarlyCancels
+    signatures: ReceiptSignatures
     pulse: Pulse
     metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
     prefixes: PrefixMemory = field(default_factory=PrefixMemory)

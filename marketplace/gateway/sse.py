@@ -16,8 +16,12 @@ _encode = msgspec.json.Encoder().encode
 
 
 def json_text(text: str) -> bytes:
-    """Text as a JSON string. U+2028, U+2029 and U+0085 are escaped: some clients split lines on them."""
-    encoded = _encode(text)
+    """Text as a JSON string, on one line."""
+    return one_line(_encode(text))
+
+
+def one_line(encoded: bytes) -> bytes:
+    """JSON with U+2028, U+2029 and U+0085 escaped: some clients split lines on them."""
     if b"\xe2\x80" in encoded:
         encoded = encoded.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
     if b"\xc2\x85" in encoded:
@@ -27,7 +31,7 @@ def json_text(text: str) -> bytes:
 
 def error_event(body: dict[str, Any]) -> bytes:
     """The event that ends a broken stream: official clients raise on a `data` object with `error`."""
-    return b"data: " + _encode(body) + b"\n\n"
+    return b"data: " + one_line(_encode(body)) + b"\n\n"
 
 
 class ChunkWriter:
@@ -60,8 +64,8 @@ class ChunkWriter:
 
     def delta(self, members: dict[str, Any], logprobs: Any = None) -> bytes:
         """One chunk with any delta members (tool calls) and the choice's log probabilities."""
-        inside = _encode(members)[1:-1]
-        return self._delta(inside, _encode(logprobs) if logprobs is not None else b"null")
+        inside = one_line(_encode(members))[1:-1]
+        return self._delta(inside, one_line(_encode(logprobs)) if logprobs is not None else b"null")
 
     def finish(self, reason: str) -> bytes:
         """The chunk that ends the choice."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import openai
@@ -163,6 +164,54 @@ class TestACompleteAnswer:
                 await market.settled()
                 (receipt,) = market.books.receipts()
                 assert receipt.output_visible_tokens == 2
+
+        asyncio.run(story())
+
+
+class TestAReceipt:
+    def test_keeps_the_nodes_signature_only_where_it_covers_what_was_said(
+        self, settings: Settings, session_factory: SessionFactory
+    ) -> None:
+        renter = add_renter(session_factory)
+
+        async def forges(agent: ScriptedAgent, run: Run) -> None:
+            await agent.tokens(run)
+            agent._texts[run.attempt] = "something else"
+            await agent.finish(run, len(WORDS))
+
+        async def story() -> None:
+            async with world(settings, session_factory) as market:
+                agent = await market.connect(answers)
+                await stream_text(market.client(renter))
+                agent.behaviour = forges
+                await stream_text(market.client(renter))
+                await market.settled()
+                signed, forged = market.books.receipts()
+                assert signed.node_signature is not None
+                assert forged.node_signature is None
+                assert signed.charge_nano == forged.charge_nano
+
+        asyncio.run(story())
+
+    def test_bills_a_prefix_at_the_cached_rate_where_the_node_promised_to_keep_it(
+        self, settings: Settings, session_factory: SessionFactory
+    ) -> None:
+        renter = add_renter(session_factory)
+
+        async def story() -> None:
+            async with world(settings, session_factory) as market:
+                # It reports no cached tokens, but it said that it keeps prefixes for a minute.
+                await market.connect(answers, prefix_cache_s=60.0)
+                await stream_text(market.client(renter))
+                _, chunks = await stream_text(market.client(renter))
+                await market.settled()
+                first, second = market.books.receipts()
+                assert first.input_cached_tokens == 0
+                assert second.input_uncached_tokens == 1
+                assert second.input_cached_tokens == first.input_uncached_tokens - 1
+                assert second.charge_nano < first.charge_nano
+                details = chunks[-1].usage.prompt_tokens_details
+                assert details.cached_tokens == second.input_cached_tokens
 
         asyncio.run(story())
 
@@ -351,6 +400,30 @@ class TestANodeThatFails:
                 assert second.runs
                 await market.settled()
                 assert set(market.books.outcomes()) == {"complete"}
+                assert market.books.broken_rules() == []
+
+        asyncio.run(story())
+
+    def test_because_the_request_kills_engines_is_not_blamed_after_the_second_one(
+        self, settings: Settings, session_factory: SessionFactory
+    ) -> None:
+        renter = add_renter(session_factory)
+
+        async def story() -> None:
+            async with world(settings, session_factory) as market:
+                for _ in range(3):
+                    await market.connect(fails("engine_died"))
+                with pytest.raises(openai.BadRequestError) as caught:
+                    await stream_text(market.client(renter))
+                assert "engines of two nodes" in caught.value.message
+                assert sum(len(agent.runs) for agent in market.agents) == 2
+                await market.settled()
+                assert market.books.outcomes() == ["request_rejected"]
+                assert market.books.faults() == [0, 0, 0]
+                resting = market.gateway.services.fleet.breakers.resting(
+                    [agent.node.node_id for agent in market.agents], market.variant_id, time.monotonic()
+                )
+                assert resting == frozenset()
                 assert market.books.broken_rules() == []
 
         asyncio.run(story())
