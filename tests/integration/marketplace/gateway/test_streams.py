@@ -11,10 +11,13 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from sqlalchemy import text
 
-from agent.protocol import Accepted, Run, Tokens
-from marketplace.core.database import SessionFactory
+from agent.protocol import Accepted, Run, Tokens, Void
+from marketplace.core.database import SessionFactory, transaction
 from marketplace.core.settings import Settings
+from marketplace.core.valkey import connect as connect_valkey
+from marketplace.jobs.tasks import sweep
 from tests.gateway_world import CHAT, MODEL_ID, WORDS, Renter, ScriptedAgent, World, add_renter, stalls, until, world
 
 ANSWER = "".join(WORDS)
@@ -333,3 +336,36 @@ class TestASlowReader:
                 writer.close()
 
         asyncio.run(story())
+
+
+class TestALeaseThatSomebodyElseEnded:
+    def test_stops_the_node_and_tells_the_client_and_is_paid_once(
+        self, settings: Settings, session_factory: SessionFactory
+    ) -> None:
+        renter = add_renter(session_factory)
+
+        async def story() -> None:
+            async with world(settings, session_factory, checkpoint_s=0.3) as market:
+                agent = await market.connect(stalls)
+                reading = asyncio.create_task(raw_stream(market, renter))
+                await until(lambda: any(attempt.accepted_tokens for attempt in market.books.attempts()))
+                await asyncio.to_thread(take_leases_away, market)
+                raw = await reading
+                assert b'"code":"platform_failed"' in raw
+                assert b"[DONE]" not in raw
+                await until(lambda: any(isinstance(frame, Void) for frame in agent.frames))
+                await market.settled()
+                assert market.books.outcomes() == ["platform_failed"]
+                (receipt,) = market.books.receipts()
+                assert (receipt.charge_nano, receipt.output_visible_tokens) == (0, 3)
+                assert receipt.loss_nano > 0
+                assert market.books.broken_rules() == []
+
+        asyncio.run(story())
+
+
+def take_leases_away(market: World) -> None:
+    """What a sweeper does once the database's clock has passed them."""
+    with transaction(market.factory) as session:
+        session.execute(text("update attempts set lease_expires_at = now() - interval '1 s' where state = 'leased'"))
+    sweep(market.factory, connect_valkey(market.settings.valkey_url), market.settings)
