@@ -132,6 +132,7 @@ def door(settings: Settings, session_factory: SessionFactory) -> Iterator[Door]:
         fleet=SimpleNamespace(view=view, rules=Rules()),  # type: ignore[arg-type]
         writer=writer,
         cancels=None,  # type: ignore[arg-type]
+        signatures=None,  # type: ignore[arg-type]
         pulse=None,  # type: ignore[arg-type]
         pump=SimpleNamespace(wake=lambda: woken.append(True)),  # type: ignore[arg-type]
     )
