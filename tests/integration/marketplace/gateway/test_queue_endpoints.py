@@ -32,7 +32,7 @@ from marketplace.jobs.writer import HotWriter
 from marketplace.matching.rank import Rules
 from marketplace.metering.pricing import worst_case
 from tests.market import PROMPT_TOKENS, RATES, Renter
-from tests.queue_world import QueueWorld
+from tests.queue_world import QueueWorld, wait_until
 
 MODEL = "tiny"
 CHAT = '"model": "tiny", "messages": [{"role": "user", "content": "hi"}]'
@@ -372,5 +372,5 @@ class TestWithoutTheDatabase:
         assert door.submit().status_code == 503
         with door.world.factory() as session:
             (job_id,) = session.scalars(text("select id from jobs")).all()
-        assert door.world.job(job_id).state == "voided"
+        assert wait_until(lambda: door.world.job(job_id).state == "voided")
         assert door.world.held_nano() == 0
