@@ -1,10 +1,29 @@
-"""Double-entry accounting: accounts, journals, holds. It knows nothing of jobs, tokens or GPUs.
+"""Double-entry accounting: accounts, journals, holds, periods, proofs. It knows nothing of jobs, tokens or GPUs.
 
-This is the door; the inside may move. Sessions are the caller's: nothing here commits. Convention of signs: a debit is
-positive, a credit negative; balances are given in the account's normal direction.
+This is the door; the inside may move. Sessions are the caller's, at READ COMMITTED to write; nothing here commits.
+Convention of signs: a debit is positive, a credit negative; balances are given in the account's normal direction.
+Amounts are whole nanos of a currency; times carry their zone, and stretches of time are half-open.
+
+- accounts: `open_account(s)`, `freeze`, `unfreeze`, `close_account`, `set_bounds` (floor and limit)
+- writing: `post`, `post_many`, `reverse` (in full or part), with `JournalDraft`, `Capture`, `debit`, `credit`
+- holds: `reserve`, `shrink`, `release`, `expire`, `find_hold`; captured by a journal's `captures`
+- reading: `balance` and `trial_balance` (as of the effective or the recorded time), `available`, `read_journals`
+- periods: `open_period`, `begin_close`, `close`, `reopen`, `periods`, `find_period`, `get_period`; `open_book`
+- proofs: `seal` (on a timer), `verify` (everything), `check` (balances alone), `head`, `rebuild`
 """
 
-from ledger.accounts import AccountSpec, account_id, charted, find_account, open_account, open_accounts
+from ledger.accounts import (
+    AccountSpec,
+    account_id,
+    charted,
+    close_account,
+    find_account,
+    freeze,
+    open_account,
+    open_accounts,
+    set_bounds,
+    unfreeze,
+)
 from ledger.balances import (
     Available,
     TrialBalance,
@@ -15,6 +34,7 @@ from ledger.balances import (
     posted_in,
     trial_balance,
 )
+from ledger.chain import Head, Sealed, head, seal
 from ledger.chart import (
     CHART,
     CLEARING,
@@ -28,7 +48,7 @@ from ledger.chart import (
     owner_pending,
     renter_credit,
 )
-from ledger.checks import Problem, check
+from ledger.checks import Problem, check, rebuild
 from ledger.errors import (
     AboveLimit,
     AccountInUse,
@@ -55,9 +75,22 @@ from ledger.errors import (
     UnknownPeriod,
     UnmatchedCapture,
 )
-from ledger.holds import expire, overdue, release, reserve, shrink
-from ledger.journal import Capture, JournalDraft, Line, credit, debit
+from ledger.holds import HoldView, expire, find_hold, overdue, release, reserve, shrink
+from ledger.journal import MAIN_BOOK, Capture, JournalDraft, Line, credit, debit
 from ledger.money import Money, divide_half_even, format_nano, parse_nano, split_nano
+from ledger.periods import (
+    PeriodView,
+    Snapshot,
+    begin_close,
+    close,
+    find_period,
+    get_period,
+    list_books,
+    open_book,
+    open_period,
+    periods,
+    reopen,
+)
 from ledger.posting import PostResult, post, post_many
 from ledger.reports import (
     AccountView,
@@ -70,12 +103,14 @@ from ledger.reports import (
     read_journals,
 )
 from ledger.reversals import left_of, reverse
+from ledger.verification import Verification, verify
 
 __all__ = [
     "CHART",
     "CLEARING",
     "FEES",
     "LOSS",
+    "MAIN_BOOK",
     "PROCESSOR_FEES",
     "PROMOTIONS",
     "ROUNDING",
@@ -91,8 +126,10 @@ __all__ = [
     "BelowFloor",
     "Capture",
     "CurrencyMismatch",
+    "Head",
     "HoldMismatch",
     "HoldNotOpen",
+    "HoldView",
     "IdempotencyMismatch",
     "InvalidAmount",
     "InvalidJournal",
@@ -109,8 +146,11 @@ __all__ = [
     "PeriodClosed",
     "PeriodError",
     "PeriodNotReady",
+    "PeriodView",
     "PostResult",
     "Problem",
+    "Sealed",
+    "Snapshot",
     "TrialBalance",
     "TrialRow",
     "UnknownAccount",
@@ -119,36 +159,55 @@ __all__ = [
     "UnknownJournal",
     "UnknownPeriod",
     "UnmatchedCapture",
+    "Verification",
     "account_id",
     "available",
     "balance",
+    "begin_close",
     "charted",
     "check",
+    "close",
+    "close_account",
     "credit",
     "debit",
     "divide_half_even",
     "expire",
     "find_account",
+    "find_hold",
     "find_journal",
+    "find_period",
     "format_nano",
+    "freeze",
+    "get_period",
+    "head",
     "journals_between",
     "left_of",
     "list_accounts",
+    "list_books",
     "movements",
     "open_account",
     "open_accounts",
+    "open_book",
+    "open_period",
     "overdue",
     "owner_pending",
     "parse_nano",
+    "periods",
     "post",
     "post_many",
     "posted_in",
     "read_journals",
+    "rebuild",
     "release",
     "renter_credit",
+    "reopen",
     "reserve",
     "reverse",
+    "seal",
+    "set_bounds",
     "shrink",
     "split_nano",
     "trial_balance",
+    "unfreeze",
+    "verify",
 ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 from uuid import UUID
@@ -16,25 +17,41 @@ from sqlalchemy.orm import Session
 
 from ledger.errors import AccountNotOpen, HoldMismatch, HoldNotOpen, InvalidAmount, UnknownAccount
 from ledger.models import Account, Hold
+from ledger.money import positive_nano, whole_nano
 from ledger.posting import Change, change_balances, lock_balances
 
 _EXPIRE = text(
     """
     update ledger_holds set state = 'expired', resolved_at = now()
-    where id = any(:ids) and state = 'held' and expires_at <= now()
+    where id = any(:ids) and state = 'held' and expires_at <= clock_timestamp()
     returning account_id, amount_nano
     """
 )
 
 
-def reserve(session: Session, hold_id: UUID, account_id: int, amount_nano: int, expires_at: datetime) -> None:
-    """Set money aside on a checked account. The same id, account and amount again changes nothing.
+@dataclass(frozen=True, slots=True)
+class HoldView:
+    """A hold as it stands, in nanos. `state`: held, captured, released or expired."""
 
-    Raises BelowFloor (with what is available), HoldMismatch for an id in other use, AccountNotOpen for a frozen
-    account, UnknownAccount for one that keeps no balance, InvalidAmount below zero.
+    hold_id: UUID
+    account_id: int
+    amount_nano: int
+    captured_nano: int | None
+    state: str
+    expires_at: datetime
+
+
+def reserve(session: Session, hold_id: UUID, account_id: int, amount_nano: int, expires_at: datetime) -> HoldView:
+    """Set money aside on a checked account until `expires_at`, by the database's clock.
+
+    The same id, account and amount again changes nothing and says what has become of the hold. A failed attempt leaves
+    nothing: its id is free. Raises BelowFloor (with what is available), HoldMismatch for an id in other use,
+    AccountNotOpen for a frozen or closed account, UnknownAccount for one that keeps no balance, InvalidAmount for an
+    amount that is not positive and for a time without zone.
     """
-    if amount_nano < 0:
-        raise InvalidAmount("A hold cannot be negative.")
+    positive_nano(amount_nano)
+    if expires_at.tzinfo is None:
+        raise InvalidAmount("A hold expires at a time with a time zone.")
     locked = lock_balances(session, [account_id])
     if account_id not in locked:
         raise UnknownAccount(f"Account {account_id} keeps no balance to hold on.")
@@ -42,17 +59,25 @@ def reserve(session: Session, hold_id: UUID, account_id: int, amount_nano: int, 
     if known is not None:
         if (known.account_id, known.amount_nano) != (account_id, amount_nano):
             raise HoldMismatch(f"Hold {hold_id.hex} is {known.amount_nano} nano on account {known.account_id}.")
-        return
+        return _view(known)
     if session.scalar(select(Account.status).where(Account.id == account_id)) != "open":
         raise AccountNotOpen(f"Account {account_id} is not open.")
     change_balances(session, locked, {account_id: Change(held_nano=amount_nano)})
-    session.add(Hold(id=hold_id, account_id=account_id, amount_nano=amount_nano, expires_at=expires_at))
+    hold = Hold(id=hold_id, account_id=account_id, amount_nano=amount_nano, state="held", expires_at=expires_at)
+    session.add(hold)
     session.flush()
+    return _view(hold)
+
+
+def find_hold(session: Session, hold_id: UUID) -> HoldView | None:
+    """A hold by its id, if there is one."""
+    hold = _find(session, hold_id)
+    return None if hold is None else _view(hold)
 
 
 def shrink(session: Session, hold_id: UUID, amount_nano: int) -> None:
     """Lower an open hold to this amount; the difference is free at once. Raises HoldNotOpen; it never grows."""
-    if amount_nano < 0:
+    if whole_nano(amount_nano) < 0:
         raise InvalidAmount("A hold cannot be negative.")
     hold, locked = _lock(session, hold_id)
     if hold.state != "held":
@@ -93,6 +118,10 @@ def expire(session: Session, hold_ids: Iterable[UUID]) -> int:
     if changes:
         change_balances(session, locked, changes)
     return len(rows)
+
+
+def _view(hold: Hold) -> HoldView:
+    return HoldView(hold.id, hold.account_id, hold.amount_nano, hold.captured_nano, hold.state, hold.expires_at)
 
 
 def _find(session: Session, hold_id: UUID) -> Hold | None:

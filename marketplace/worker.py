@@ -23,7 +23,9 @@ SCHEDULE_S: Final = {
     "jobs.outbox": 1.0,
     "jobs.sweep": 2.0,
     "billing.settle": 1.0,
+    "billing.seal": 1.0,
     "billing.check": 300.0,
+    "billing.verify": 3600.0,
 }
 """Task -> its period in seconds."""
 QUIET_LOGGERS: Final = ("celery.worker.strategy", "celery.app.trace")

@@ -1,7 +1,8 @@
 -- Books: periods that close, a hash chain over what was posted, checkpoints of balances, bounds of accounts, roles.
 --
 -- Nothing here makes writers wait for each other. A journal takes its book's advisory lock in shared mode; only the
--- start of a close, which must know that nobody is half-way through posting, takes it alone.
+-- start of a close, which must know that nobody is half-way through posting, takes it alone. Closing entries have a lock
+-- of their own besides, since the end of a close must know that of them alone.
 
 insert into ledger_currencies (code, minor_places) values ('USD', 2);
 insert into ledger_books (id, code, fingerprints_after_id)
@@ -33,6 +34,9 @@ begin
   if current_setting('transaction_isolation') <> 'read committed' then
     raise exception using errcode = 'object_not_in_prerequisite_state', constraint = tg_name, table = tg_table_name,
       message = 'journals are written at the isolation level read committed';
+  end if;
+  if new.closing_entry then
+    perform pg_advisory_xact_lock_shared(1818584169, new.book_id::int);
   end if;
   perform pg_advisory_xact_lock_shared(1818584167, new.book_id::int);
   select * into book from ledger_books where id = new.book_id;
@@ -195,7 +199,7 @@ begin
   revoke insert, update, delete on ledger_currencies, alembic_version from fallow_app;
   revoke update, delete on ledger_journals, ledger_postings, ledger_chain, ledger_books, ledger_accounts,
     ledger_periods, ledger_holds, receipts, prices from fallow_app;
-  revoke delete on ledger_balances, ledger_checkpoints from fallow_app;
+  revoke delete on ledger_balances from fallow_app;
   grant update (closed_through, closing_through, sealed_sequence, sealed_sha256) on ledger_books to fallow_app;
   grant update (status) on ledger_accounts to fallow_app;
   grant update (state, closed_at, chain_sequence, chain_sha256, journals, postings, snapshot, snapshot_sha256)
