@@ -18,7 +18,7 @@ from marketplace.jobs.repository import Waiting
 from marketplace.jobs.writer import run_in_session
 from marketplace.matching.rank import Rules, rank, with_pick
 from marketplace.matching.retries import RetryBudget
-from marketplace.matching.types import Demand, OfferView, Ranked
+from marketplace.matching.types import Demand, OfferView, Ranked, Service
 
 MAX_ROUND: Final = 256
 """Jobs of one variant in one round."""
@@ -92,7 +92,7 @@ def assign(session: Session, offers: Sequence[OfferView], matcher: Matcher) -> A
 def _match(
     session: Session, variant_id: UUID, known: list[OfferView], matcher: Matcher, done: Assignment
 ) -> list[tuple[Lease, Placed]]:
-    anything = Demand(variant_id, 0, 0, None, variant_id, interactive=False)
+    anything = Demand(variant_id, 0, 0, None, variant_id, service=Service.FLEX)
     free = rank(known, anything, matcher.rng, rules=matcher.rules).offers
     room = sum(offer.slots - offer.slots_busy for offer in free)
     jobs = repository.next_in_line(session, variant_id, free, limit=min(room + SPARE, MAX_ROUND)) if room else []
@@ -152,5 +152,5 @@ def demand_of(job: Waiting, excluded_nodes: frozenset[UUID] = frozenset()) -> De
         ceiling=job.ceiling,
         organisation_id=job.organisation_id,
         excluded_nodes=excluded_nodes,
-        interactive=False,
+        service=Service.FLEX,
     )

@@ -1,96 +1,130 @@
-"""Rank offers for a demand: hard filters, then a score by class of demand. Pure: a snapshot in, an order out.
+"""Filters, ties and chance: what refuses an offer, and which of those that are left comes first. Pure.
 
-The same code serves the gateway, the worker, the simulator and the tests, so nothing here reads a clock, a store or a
-source of chance of its own.
+The same functions serve the index (see index), which looks at a part of a large fleet, and `rank`, which looks at all
+of a list. Nothing here reads a clock, a store or a source of chance of its own.
 
-An order is lexicographic, each level a tie that the next one breaks:
-
-- interactive: predicted time to the first token in bands, price in bands, load, chance;
-- queued: price in bands, predicted end in bands, fullest warm engine first, chance.
-
-Bands keep a millisecond, or one cent of undercut, from taking all traffic. Chance is weighted by capacity and price.
+The best is the one of least cost. What costs about as much is tied with it: a first token within a band of its own, and
+a price within a band of its price, so that neither a millisecond nor a cent of undercut takes all traffic. Of tied ones
+the emptiest comes first (for work that waits: the fullest warm engine), then chance decides, in proportion to free room
+and against the square of the price.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
-from typing import Final, NamedTuple
+from typing import Final
 from uuid import UUID
 
-from marketplace.matching import speed
-from marketplace.matching.types import Demand, Filter, OfferView, Ranked, Refusal
+from marketplace.matching.cells import lacks_memory, weighted_median
+from marketplace.matching.cost import Cost, Want, cost_of, want
+from marketplace.matching.live import Live
+from marketplace.matching.rules import DEFAULT_RULES, Rules
+from marketplace.matching.types import CURABLE, Demand, Filter, OfferView, Ranked, Rates, Refusal
+
+__all__ = [
+    "DEFAULT_RULES",
+    "Found",
+    "Rules",
+    "arrange",
+    "pick_place",
+    "rank",
+    "refusal_of",
+    "refusals",
+    "refusals_of",
+    "with_pick",
+    "worst_nano",
+]
 
 TTFT_BAND_S: Final = 0.1
-"""Offers whose first token comes within this of the fastest, and..."""
+"""Offers whose first token comes within this of the best one's, and..."""
 TTFT_BAND_RATIO: Final = 0.25
 """...this share of it, are equally fast to a person."""
 PRICE_BAND_RATIO: Final = 0.1
-"""Offers that cost at most this share more than the cheapest are equally cheap."""
+"""Offers that cost at most this share more than the best are equally cheap."""
 END_BAND_RATIO: Final = 0.5
 """The same for the end of a job that can wait."""
-PRICE_EXPONENT: Final = 2
-"""Within a band, chance falls with the square of the price."""
 
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """What the operator decides about matching."""
-
-    allow_simulated: bool = False
-    """True only in an environment of benches and tests."""
-    stale_after_s: float = 30.0
-    """A node silent for longer gets nothing new."""
-    telemetry_every_s: float = 10.0
-    """How often a quiet node speaks."""
-
-    @property
-    def stale_limit_s(self) -> float:
-        """The limit in force: never under one and a half times the telemetry's own period, or every quiet node would be
-        refused most of the time and all traffic pressed onto the few that happened to speak last."""
-        return max(self.stale_after_s, 1.5 * self.telemetry_every_s)
-
-    def contradiction(self) -> str | None:
-        """A warning if the settings cannot both be meant, else None."""
-        if self.stale_after_s >= self.stale_limit_s:
-            return None
-        return (
-            f"Telemetry counts as stale after {self.stale_after_s:g} s but is only sent every "
-            f"{self.telemetry_every_s:g} s; {self.stale_limit_s:g} s is used instead."
-        )
-
-
-DEFAULT_RULES: Final = Rules()
+Found = tuple[Live, Cost, float]
+"""An offer, what it would cost, and how many like it this one stands for."""
 _NOBODY: Final[frozenset[UUID]] = frozenset()
 
 
-class _Candidate(NamedTuple):
-    offer: OfferView
-    ttft_s: float
-    end_s: float
-    cost: int
-    """Of the whole bound, in 1e-6 nano-USD: only compared, never charged."""
+# --- filters ----------------------------------------------------------------------------------------------------------
 
 
 def refusal_of(
     offer: OfferView, demand: Demand, rules: Rules = DEFAULT_RULES, resting: frozenset[UUID] = _NOBODY
 ) -> Filter | None:
     """The first filter that refuses the offer, or None. Those that waiting cannot cure come first."""
+    return next((name for hit, name in _checks(offer, demand, rules, resting) if hit), None)
+
+
+def refusals_of(
+    offer: OfferView, demand: Demand, rules: Rules = DEFAULT_RULES, resting: frozenset[UUID] = _NOBODY
+) -> tuple[Filter, ...]:
+    """Every filter that refuses the offer. One alone: without it, the offer would have run the demand."""
+    return tuple(name for hit, name in _checks(offer, demand, rules, resting) if hit)
+
+
+def _checks(
+    offer: OfferView, demand: Demand, rules: Rules, resting: frozenset[UUID]
+) -> tuple[tuple[bool, Filter], ...]:
     needed = demand.prompt_tokens + demand.max_output_tokens
-    checks = (
+    most = demand.most_nano
+    return (
         (offer.variant_id != demand.variant_id, Filter.VARIANT),
         (offer.simulated and not rules.allow_simulated, Filter.SIMULATED),
         (offer.context_per_slot < needed, Filter.CONTEXT),
         (demand.ceiling is not None and not offer.rates.within(demand.ceiling), Filter.PRICE),
+        (most is not None and worst_nano(offer.rates, demand) > most, Filter.BALANCE),
+        (bool(demand.regions) and offer.region not in demand.regions, Filter.REGION),
+        (demand.proven_only and offer.probation, Filter.UNPROVEN),
         (offer.node_id in demand.excluded_nodes, Filter.EXCLUDED),
         (not offer.available, Filter.UNAVAILABLE),
+        (lacks_memory(offer), Filter.MEMORY),
         (offer.sampled_age_s > rules.stale_limit_s, Filter.STALE),
         (offer.node_id in resting, Filter.BREAKER),
         (offer.slots_busy >= offer.slots, Filter.FULL),
+        (offer.probation and offer.slots_busy >= rules.probation_slots, Filter.PROBATION),
     )
-    return next((name for hit, name in checks if hit), None)
+
+
+def worst_nano(rates: Rates, demand: Demand) -> int:
+    """What the demand could cost at most at these rates, in nano-USD, rounded up."""
+    return -(-(demand.prompt_tokens * rates.input + demand.max_output_tokens * rates.output) // 1_000_000)
+
+
+def refusals(reasons: Iterable[tuple[UUID, Filter | None]]) -> Refusal:
+    """Count nodes by what refused them, given their offers: one with an offer that nothing refuses counts nowhere, one
+    with several counts once, by the refusal that is nearest to running."""
+    refused: dict[UUID, Filter] = {}
+    serving: set[UUID] = set()
+    for node_id, reason in reasons:
+        if reason is None:
+            serving.add(node_id)
+        else:
+            refused[node_id] = _milder(refused.get(node_id), reason)
+    counts: dict[Filter, int] = {}
+    for node_id, reason in refused.items():
+        if node_id not in serving:
+            counts[reason] = counts.get(reason, 0) + 1
+    return Refusal(counts)
+
+
+_RANKS: Final = {name: place for place, name in enumerate(Filter)}
+
+
+def _milder(known: Filter | None, found: Filter) -> Filter:
+    if known is None:
+        return found
+    if (known in CURABLE) != (found in CURABLE):
+        return known if known in CURABLE else found
+    return max(known, found, key=_RANKS.__getitem__)
+
+
+# --- order ------------------------------------------------------------------------------------------------------------
 
 
 def rank(
@@ -107,24 +141,151 @@ def rank(
     so a seed reproduces an order. The first `Ranked.tied` offers are equally good but for their load: whoever reserves
     may take the emptiest of them by fresher counts.
     """
-    candidates: list[_Candidate] = []
-    refused: dict[UUID, Filter] = {}
+    fitting: list[OfferView] = []
+    reasons: list[tuple[UUID, Filter | None]] = []
     for offer in offers:
         reason = refusal_of(offer, demand, rules, resting)
+        reasons.append((offer.node_id, reason))
         if reason is None:
-            candidates.append(_predict(offer, demand))
-        else:
-            refused[offer.node_id] = _milder(refused.get(offer.node_id), reason)
-    for candidate in candidates:
-        refused.pop(candidate.offer.node_id, None)
-    ordered, tied = _order(candidates, demand, rng)
-    return Ranked(
-        offers=tuple(candidate.offer for candidate in ordered),
-        ttft_s=tuple(candidate.ttft_s for candidate in ordered),
-        refusal=_count(refused.values()),
-        tied=tied,
-        end_s=tuple(candidate.end_s for candidate in ordered),
+            fitting.append(offer)
+    wanted = want(demand, rules, usual_rates(fitting))
+    lives = [Live(offer, 0.0) for offer in fitting]
+    found = [(live, cost_of(live, wanted, 0.0, cached_at(live, demand)), 1.0) for live in lives]
+    ranked = arrange(found, wanted, rng, limit=len(found))
+    return replace(ranked, refusal=refusals(reasons))
+
+
+def usual_rates(offers: Sequence[OfferView]) -> Rates:
+    """The median ask for input and for output, of those that ask anything."""
+    return Rates(
+        weighted_median((offer.rates.input, 1) for offer in offers),
+        0,
+        weighted_median((offer.rates.output, 1) for offer in offers),
     )
+
+
+def cached_at(live: Live, demand: Demand) -> int:
+    """Tokens of the prompt that the offer has in its cache."""
+    if not demand.cached_tokens or not live.offer.warm:
+        return 0
+    return min(demand.cached_tokens.get(live.offer.node_id, 0), demand.prompt_tokens)
+
+
+def arrange(found: Sequence[Found], wanted: Want, rng: Random, *, limit: int, hidden: float = 0.0) -> Ranked:
+    """Put what was found in order: the pick, what is tied with it, then by cost. At most `limit` of them."""
+    if not found:
+        return Ranked((), (), Refusal(), tied=0)
+    first = pick_place(found, wanted, rng, hidden)
+    tied = _tied(found, wanted) if not wanted.queued else [first]
+    # Work that waits wants the fullest engine, which the pick already says.
+    if first not in tied:
+        tied = [first]
+    chosen = set(tied)
+    rest = sorted((place for place in range(len(found)) if place not in chosen), key=lambda at: found[at][1].total_s)
+    tied = sorted(tied, key=lambda at: (at != first, _load(found[at][0])))
+    order = [*tied, *rest][:limit]
+    costs = [found[place][1] for place in order]
+    return Ranked(
+        offers=tuple(found[place][0].offer for place in order),
+        ttft_s=tuple(cost.ttft_s for cost in costs),
+        refusal=Refusal(),
+        tied=min(len(tied), limit),
+        end_s=tuple(cost.ttft_s + wanted.output * cost.tpot_s for cost in costs),
+    )
+
+
+def pick_place(found: Sequence[Found], wanted: Want, rng: Random, hidden: float = 0.0) -> int:
+    """Which of what was found is taken. `hidden` picks of others are under way unseen; many of them spread it wider."""
+    if len(found) == 1:
+        return 0
+    if hidden >= 1.0 and not wanted.queued:
+        return _spread(found, wanted, rng, hidden)
+    tied = _tied(found, wanted)
+    if len(tied) == 1:
+        return tied[0]
+    if wanted.queued:
+        fill = {place: _fill(found[place][0]) for place in tied}
+        most = max(fill.values())
+        alike = [place for place in tied if fill[place] >= most]
+    else:
+        load = {place: _load(found[place][0]) for place in tied}
+        least = min(load.values())
+        alike = [place for place in tied if load[place] <= least]
+    return _draw(found, alike, rng)
+
+
+def _load(live: Live) -> float:
+    return live.busy / live.offer.slots
+
+
+def _fill(live: Live) -> float:
+    return live.busy / live.offer.slots if live.offer.warm else 0.0
+
+
+def _tied(found: Sequence[Found], wanted: Want) -> list[int]:
+    """Places of those that are as good as the best."""
+    best = min(found, key=lambda item: item[1].total_s)[1]
+    most_money_s = best.money_s * (1.0 + PRICE_BAND_RATIO)
+    if wanted.queued:
+        end_s = best.ttft_s + wanted.output * best.tpot_s
+        band_s = END_BAND_RATIO * wanted.weights.end * end_s
+    else:
+        band_s = TTFT_BAND_S + TTFT_BAND_RATIO * best.ttft_s
+    rest_s = best.total_s - best.money_s + band_s
+    return [
+        place
+        for place, (_, cost, _) in enumerate(found)
+        if cost.total_s == best.total_s or (cost.money_s <= most_money_s and cost.total_s - cost.money_s <= rest_s)
+    ]
+
+
+def _draw(found: Sequence[Found], alike: Sequence[int], rng: Random) -> int:
+    """One of them at random, in proportion to how many it stands for, its free room, and its price to the power -2."""
+    if len(alike) == 1:
+        return alike[0]
+    cheapest_s = min(found[place][1].money_s for place in alike)
+    weights: list[float] = []
+    total = 0.0
+    for place in alike:
+        live, cost, stands_for = found[place]
+        weight = stands_for * (live.offer.slots - live.busy)
+        if cost.money_s > 0.0:
+            discount = cheapest_s / cost.money_s
+            weight *= discount * discount
+        weights.append(weight)
+        total += weight
+    mark = rng.random() * total
+    for place, weight in zip(alike, weights, strict=True):
+        mark -= weight
+        if mark < 0.0:
+            return place
+    return alike[-1]
+
+
+def _spread(found: Sequence[Found], wanted: Want, rng: Random, hidden: float) -> int:
+    """Fill the offers with the hidden picks as with water, each pick raising its offer's cost by what it takes there,
+    and draw in proportion to what each took: processes with one old snapshot then do not all press on one node."""
+    order = sorted(range(len(found)), key=lambda at: found[at][1].total_s)
+    room = 0.0
+    filled = 0.0
+    surface = found[order[0]][1].total_s
+    for place in order:
+        _, cost, stands_for = found[place]
+        level = cost.total_s
+        if filled and (level - filled / room) * room >= hidden:
+            break
+        per_second = stands_for / max(cost.ttft_s, 1e-3)
+        room += per_second
+        filled += per_second * level
+        surface = (hidden + filled) / room
+    weights = [
+        max(0.0, surface - found[place][1].total_s) * found[place][2] / max(found[place][1].ttft_s, 1e-3)
+        for place in order
+    ]
+    return order[rng.choices(range(len(order)), weights)[0]] if sum(weights) > 0.0 else order[0]
+
+
+# --- snapshots --------------------------------------------------------------------------------------------------------
 
 
 def with_pick(offers: Sequence[OfferView], offer_id: UUID) -> list[OfferView]:
@@ -132,96 +293,3 @@ def with_pick(offers: Sequence[OfferView], offer_id: UUID) -> list[OfferView]:
     return [
         replace(offer, slots_busy=offer.slots_busy + 1) if offer.offer_id == offer_id else offer for offer in offers
     ]
-
-
-def _predict(offer: OfferView, demand: Demand) -> _Candidate:
-    first = speed.ttft_s(offer, demand)
-    rates = offer.rates
-    cost = demand.prompt_tokens * rates.input + demand.max_output_tokens * rates.output
-    return _Candidate(offer, first, first + speed.decode_s(offer, demand), cost)
-
-
-_CURABLE: Final = frozenset({Filter.UNAVAILABLE, Filter.STALE, Filter.BREAKER, Filter.FULL, Filter.RESERVED})
-
-
-def _milder(known: Filter | None, found: Filter) -> Filter:
-    # A node with two offers counts once, by the refusal that is nearest to running.
-    if known is None:
-        return found
-    ranks = list(Filter)
-    if (known in _CURABLE) != (found in _CURABLE):
-        return known if known in _CURABLE else found
-    return max(known, found, key=ranks.index)
-
-
-def _count(reasons: Iterable[Filter]) -> Refusal:
-    counts: dict[Filter, int] = {}
-    for reason in reasons:
-        counts[reason] = counts.get(reason, 0) + 1
-    return Refusal(counts)
-
-
-def _order(candidates: list[_Candidate], demand: Demand, rng: Random) -> tuple[list[_Candidate], int]:
-    """The candidates in order, and how many of the first are tied but for load and chance."""
-    if not candidates:
-        return [], 0
-    keyed = _keyed_interactive(candidates, rng) if demand.interactive else _keyed_queued(candidates, rng)
-    keyed.sort(key=lambda item: item[0])
-    best = keyed[0][0][:2]
-    # A job that can wait wants the fullest engine, which the order already says.
-    tied = sum(1 for key, _ in keyed if key[:2] == best) if demand.interactive else 1
-    return [candidate for _, candidate in keyed], tied
-
-
-_Key = tuple[int, int, float, float]
-
-
-def _keyed_interactive(candidates: list[_Candidate], rng: Random) -> list[tuple[_Key, _Candidate]]:
-    fastest = min(candidate.ttft_s for candidate in candidates)
-    width = TTFT_BAND_S + TTFT_BAND_RATIO * fastest
-    tiers: dict[int, list[_Candidate]] = {}
-    for candidate in candidates:
-        tiers.setdefault(int((candidate.ttft_s - fastest) / width), []).append(candidate)
-    keyed: list[tuple[_Key, _Candidate]] = []
-    for tier, members in tiers.items():
-        cheapest = min(candidate.cost for candidate in members)
-        for candidate in members:
-            load = candidate.offer.slots_busy / candidate.offer.slots
-            key = (tier, _price_band(candidate.cost, cheapest), load, _draw(candidate, cheapest, rng))
-            keyed.append((key, candidate))
-    return keyed
-
-
-def _keyed_queued(candidates: list[_Candidate], rng: Random) -> list[tuple[_Key, _Candidate]]:
-    cheapest = min(candidate.cost for candidate in candidates)
-    soonest = min(candidate.end_s for candidate in candidates)
-    keyed: list[tuple[_Key, _Candidate]] = []
-    for candidate in candidates:
-        offer = candidate.offer
-        late = _band(candidate.end_s / soonest, END_BAND_RATIO)
-        filled = offer.slots_busy / offer.slots if offer.warm else 0.0
-        key = (_price_band(candidate.cost, cheapest), late, -filled, _draw(candidate, cheapest, rng))
-        keyed.append((key, candidate))
-    return keyed
-
-
-def _price_band(cost: int, cheapest: int) -> int:
-    if cheapest == 0:
-        # Free is a band of its own; there is no ratio to zero.
-        return 0 if cost == 0 else 1 + cost.bit_length()
-    return _band(cost / cheapest, PRICE_BAND_RATIO)
-
-
-def _band(ratio: float, width: float) -> int:
-    """Geometric bands: 0 up to 1 + width, 1 up to (1 + width)**2, and so on."""
-    if ratio <= 1.0 + width:
-        return 0
-    return math.ceil(math.log(ratio) / math.log1p(width)) - 1
-
-
-def _draw(candidate: _Candidate, cheapest: int, rng: Random) -> float:
-    """An exponential draw: the smallest of several belongs to each with probability in proportion to its weight."""
-    offer = candidate.offer
-    discount = (cheapest / candidate.cost) ** PRICE_EXPONENT if candidate.cost else 1.0
-    weight = (offer.slots - offer.slots_busy) * max(discount, 1e-9)
-    return rng.expovariate(1.0) / weight

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from uuid import UUID
 
 from marketplace.metering.pricing import Rates
 
-__all__ = ["Demand", "Filter", "OfferView", "Ranked", "Rates", "Refusal"]
+__all__ = ["Demand", "Filter", "OfferView", "Ranked", "Rates", "Refusal", "Service", "Sort"]
+
+
+class Service(StrEnum):
+    """What a demand wants of the market."""
+
+    INTERACTIVE = "interactive"
+    """Somebody waits: the first token, soon."""
+    THROUGHPUT = "throughput"
+    """Much work, cheaply, within its deadline."""
+    FLEX = "flex"
+    """Whenever it costs least; gives way to the others."""
+
+
+class Sort(StrEnum):
+    """What a renter would rather have, where one must be given up for the other."""
+
+    BALANCED = "balanced"
+    PRICE = "price"
+    LATENCY = "latency"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +59,18 @@ class OfferView:
     memory_free_bytes: int | None
     """What the device reports as free now; None: it does not say."""
     unavailable_reason: str = ""
+    region: str = ""
+    """Where the node stands; empty: its owner does not say."""
+    probation: bool = False
+    """A new node, or one that has to earn its standing again."""
+    memory_needed_bytes: int | None = None
+    """What loading it would still take of the device, margin included; None: nothing, or not known."""
+    kv_step_s_per_token: float = 0.0
+    """By how much each token of running context lengthens a decode step."""
+    power_fraction: float = 1.0
+    """Power limit over the device's own: a capped card prefills slower and decodes as before."""
+    headroom: float = 1.0
+    """Memory of the device over what this variant needs of it: a large card wasted on a small model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +85,25 @@ class Demand:
     organisation_id: UUID
     excluded_nodes: frozenset[UUID] = frozenset()
     """Nodes that failed this job already."""
-    interactive: bool = True
-    warm_prefix_nodes: frozenset[UUID] = frozenset()
-    """Nodes that hold a cached prefix of this prompt."""
+    service: Service = Service.INTERACTIVE
+    cached_tokens: Mapping[UUID, int] = field(default_factory=dict)
+    """By node: leading tokens of this prompt that it holds in its cache."""
+    sort: Sort = Sort.BALANCED
+    regions: frozenset[str] = frozenset()
+    """Only nodes in one of these. Empty: anywhere."""
+    proven_only: bool = False
+    """No node on probation."""
+    most_nano: int | None = None
+    """No offer whose worst case exceeds this: what the renter's balance holds."""
+    ttft_target_s: float | None = None
+    """Until when the first token is useful; None: a second, and one more for each 4,000 tokens of prompt."""
+    tpot_target_s: float | None = None
+    """Mean seconds between tokens that are useful; None: 0.08."""
+
+    @property
+    def interactive(self) -> bool:
+        """True if somebody waits for it."""
+        return self.service is Service.INTERACTIVE
 
 
 class Filter(StrEnum):
@@ -71,6 +119,11 @@ class Filter(StrEnum):
     FULL = "no free slot"
     RESERVED = "slot taken by a simultaneous request"
     BREAKER = "resting after failures"
+    REGION = "outside the regions asked for"
+    PROBATION = "on probation, and its few slots are taken"
+    UNPROVEN = "on probation"
+    BALANCE = "worst case above the balance"
+    MEMORY = "too little free memory to load it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +131,13 @@ class Refusal:
     """Nothing fits: how many nodes each filter refused, first filter that hit counted."""
 
     refused: dict[Filter, int] = field(default_factory=dict)
+    exact: bool = True
+    """False where a large market was counted by groups of like offers."""
 
     @property
     def hopeless(self) -> bool:
         """True if waiting cannot help: no refused offer was merely full, taken, unavailable or resting."""
-        waiting = {Filter.FULL, Filter.RESERVED, Filter.UNAVAILABLE, Filter.STALE, Filter.BREAKER}
-        return not any(count for name, count in self.refused.items() if name in waiting)
+        return not any(count for name, count in self.refused.items() if name in CURABLE)
 
     def sentence(self) -> str:
         """`3 nodes: no free slot; 1 node: price above the maximum`."""
@@ -92,7 +146,15 @@ class Refusal:
             for name, count in sorted(self.refused.items(), key=lambda item: -item[1])
             if count
         ]
-        return "; ".join(parts) or "no node is connected"
+        if not parts:
+            return "no node is connected"
+        return ("" if self.exact else "about ") + "; ".join(parts)
+
+
+CURABLE = frozenset(
+    {Filter.FULL, Filter.RESERVED, Filter.UNAVAILABLE, Filter.STALE, Filter.BREAKER, Filter.MEMORY, Filter.PROBATION}
+)
+"""Refusals that may be gone a moment later."""
 
 
 @dataclass(frozen=True, slots=True)

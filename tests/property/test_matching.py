@@ -9,11 +9,12 @@ from uuid import UUID
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marketplace.matching import speed
 from marketplace.matching.breakers import Breakers
+from marketplace.matching.cost import OVERHEAD_S
+from marketplace.matching.live import UNKNOWN_PREFILL_TOKENS_PER_S
 from marketplace.matching.rank import Rules, rank, refusal_of, with_pick
 from marketplace.matching.retries import FLOOR_PER_S, RATIO, WINDOW_S, RetryBudget
-from marketplace.matching.types import Demand, OfferView, Rates
+from marketplace.matching.types import Demand, OfferView, Rates, Service, Sort
 from tests.fleet_world import VARIANT_ID, demand, offer_view
 
 rates = st.builds(Rates, *[st.integers(0, 10**12)] * 3)
@@ -49,8 +50,9 @@ demands = st.builds(
     max_output_tokens=st.integers(1, 300),
     ceiling=st.none() | rates,
     excluded_nodes=st.frozensets(nodes, max_size=2),
-    warm_prefix_nodes=st.frozensets(nodes, max_size=2),
-    interactive=st.booleans(),
+    cached_tokens=st.dictionaries(nodes, st.integers(0, 300), max_size=2),
+    service=st.sampled_from(Service),
+    sort=st.sampled_from(Sort),
 )
 
 
@@ -76,13 +78,15 @@ def test_predictions_are_the_ones_of_the_offer_in_the_same_place(
 ) -> None:
     ranked = rank(snapshot, wanted, Random(seed))
     for offer, first, last in zip(ranked.offers, ranked.ttft_s, ranked.end_s, strict=True):
-        assert first == speed.ttft_s(offer, wanted)
-        assert last >= first > 0
+        cached = wanted.cached_tokens.get(offer.node_id, 0) if offer.warm else 0
+        rate = offer.prefill_tokens_per_s or UNKNOWN_PREFILL_TOKENS_PER_S
+        assert first >= OVERHEAD_S + max(0, wanted.prompt_tokens - cached) / rate
+        assert last >= first
 
 
 @given(offers(), demands, st.integers())
 def test_the_best_interactive_offer_is_never_dominated(snapshot: list[OfferView], wanted: Demand, seed: int) -> None:
-    ranked = rank(snapshot, replace(wanted, interactive=True), Random(seed))
+    ranked = rank(snapshot, replace(wanted, service=Service.INTERACTIVE), Random(seed))
     if not ranked.offers:
         return
     best, best_ttft = ranked.offers[0], ranked.ttft_s[0]
@@ -96,7 +100,7 @@ def test_the_best_interactive_offer_is_never_dominated(snapshot: list[OfferView]
 def test_a_job_that_waits_never_costs_over_a_band_more_than_the_cheapest(
     snapshot: list[OfferView], wanted: Demand, seed: int
 ) -> None:
-    ranked = rank(snapshot, replace(wanted, interactive=False), Random(seed))
+    ranked = rank(snapshot, replace(wanted, service=Service.FLEX), Random(seed))
     costs = [_cost(offer, wanted) for offer in ranked.offers]
     if costs:
         assert costs[0] <= min(costs) * 1.1 + 1e-6

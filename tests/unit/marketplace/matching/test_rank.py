@@ -11,16 +11,16 @@ from uuid import UUID, uuid4
 import pytest
 
 from marketplace.matching.rank import PRICE_BAND_RATIO, Rules, rank, refusal_of, with_pick
-from marketplace.matching.types import Filter, OfferView, Rates
+from marketplace.matching.types import Filter, OfferView, Rates, Service
 from tests.fleet_world import demand, offer_view
 
 SEED = 20_260_101
 
 
-def winners(offers: list[OfferView], picks: int, *, interactive: bool = True) -> Counter[UUID]:
+def winners(offers: list[OfferView], picks: int, service: Service = Service.INTERACTIVE) -> Counter[UUID]:
     """First choices over one unchanged snapshot."""
     rng = Random(SEED)
-    wanted = demand(interactive=interactive)
+    wanted = demand(service=service)
     return Counter(rank(offers, wanted, rng).offers[0].node_id for _ in range(picks))
 
 
@@ -100,7 +100,7 @@ class TestInteractive:
     def test_a_miss_goes_to_the_idle_node_and_a_long_hit_to_the_one_with_the_prefix(self) -> None:
         busy, idle = offer_view(slots_busy=3), offer_view()
         assert rank([busy, idle], demand(), Random(SEED)).offers[0] is idle
-        long_hit = demand(prompt_tokens=3_000, warm_prefix_nodes=frozenset({busy.node_id}))
+        long_hit = demand(prompt_tokens=3_000, cached_tokens={busy.node_id: 2_700})
         assert rank([busy, idle], long_hit, Random(SEED)).offers[0] is busy
 
     def test_an_unknown_speed_never_beats_a_told_one_that_is_good(self) -> None:
@@ -112,13 +112,13 @@ class TestWaitingJobs:
     def test_go_to_the_cheapest_though_it_is_slow(self) -> None:
         slow_cheap = offer_view(prefill_tokens_per_s=20.0, rates=Rates(50, 25, 200))
         fast_dear = offer_view()
-        ranked = rank([fast_dear, slow_cheap], demand(interactive=False), Random(SEED))
+        ranked = rank([fast_dear, slow_cheap], demand(service=Service.FLEX), Random(SEED))
         assert ranked.offers[0] is slow_cheap
         assert ranked.tied == 1
 
     def test_fill_a_warm_engine_before_they_open_another(self) -> None:
         half_full, empty = offer_view(slots_busy=2), offer_view()
-        assert winners([half_full, empty], 50, interactive=False) == {half_full.node_id: 50}
+        assert winners([half_full, empty], 50, Service.FLEX) == {half_full.node_id: 50}
 
 
 class TestChance:

@@ -1,0 +1,134 @@
+"""One cost in seconds and money for a demand on an offer. Pure.
+
+    first token   overhead + cold load + prompts before this one + own prefill, slowed by the decoding beside it
+    per token     step / (1 - share of prefill), the step longer by each token of running context
+    cost          seconds until useful + what is late, many times + worth of the money + work taken from others
+                  + age of the figures + bias of the offer (probation, a large card for a small model)
+
+Money is counted against the market's usual price of the same job, so that one rule serves a tiny model and a huge one.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from marketplace.matching.live import CAPPED_S, Live
+from marketplace.matching.rules import (
+    SORT_FACTOR,
+    TARGET_MARGIN,
+    TPOT_TARGET_S,
+    Rules,
+    Weights,
+    ttft_target_s,
+)
+from marketplace.matching.types import Demand, Service
+from marketplace.metering.pricing import Rates
+
+OVERHEAD_S: Final = 0.02
+"""Network and scheduling, whatever the prompt."""
+CHUNK_TOKENS: Final = 512.0
+"""A busy engine reads a prompt in chunks of about this, with a decode step of the others between them."""
+AGE_WEIGHT: Final = 0.02
+"""Cost of each second by which figures are older than a node's period of telemetry: stale telemetry ages."""
+NO_RATES: Final = Rates(0, 0, 0)
+
+
+class Want(NamedTuple):
+    """A demand with everything that does not depend on the offer."""
+
+    demand: Demand
+    prompt: int
+    output: int
+    useful_ttft_s: float
+    useful_tpot_s: float
+    price_s: float
+    """What the usual price of this job is worth, in seconds."""
+    money_s: float
+    """Seconds for one 1e-6 nano-USD."""
+    input_part: float
+    """Of the usual price, what its input makes: 0 to less than 1."""
+    fixed_s: float
+    """No offer costs less than this..."""
+    per_read: float
+    """...and so many seconds for each that its device reads."""
+    weights: Weights
+    queued: bool
+    fresh_s: float
+    """Age up to which figures count as fresh."""
+
+
+class Cost(NamedTuple):
+    """What an offer would cost a demand, in seconds, and what is predicted of it."""
+
+    total_s: float
+    ttft_s: float
+    tpot_s: float
+    work_s: float
+    """Predicted seconds of the device's own prefill."""
+    money_s: float
+
+
+def want(demand: Demand, rules: Rules, usual: Rates) -> Want:
+    """Prepare a demand. `usual` is what its variant usually costs."""
+    weights = rules.weights(demand.service)
+    prompt, output = demand.prompt_tokens, demand.max_output_tokens
+    reading = prompt * usual.input
+    reference = reading + output * usual.output
+    price_s = weights.money_s * SORT_FACTOR[demand.sort]
+    tpot_s = demand.tpot_target_s if demand.tpot_target_s is not None else TPOT_TARGET_S
+    queued = demand.service is not Service.INTERACTIVE
+    per_time = weights.end if queued else 1.0
+    return Want(
+        demand,
+        prompt,
+        output,
+        TARGET_MARGIN * ttft_target_s(demand),
+        TARGET_MARGIN * tpot_s,
+        price_s,
+        price_s / reference if reference else 0.0,
+        min(reading / reference, 0.999) if reference else 0.0,
+        per_time * OVERHEAD_S,
+        per_time + weights.work,
+        weights,
+        queued,
+        rules.telemetry_every_s,
+    )
+
+
+def cost_of(live: Live, wanted: Want, now_s: float, cached: int = 0) -> Cost:
+    """Predict and price one offer. `cached` tokens of the prompt are in its cache."""
+    _, prompt, output, useful_ttft_s, useful_tpot_s, _, money_s, _, _, _, weights, queued, fresh_s = wanted
+    uncached = prompt - cached
+    step_s = live.step_s
+    if live.kv_s:
+        step_s += live.kv_s * (live.context_tokens + prompt + 0.5 * output)
+    work_s = live.prefill_s * uncached
+    ttft_s = OVERHEAD_S + live.cold_s + work_s
+    if live.busy > 0:
+        ttft_s += uncached / CHUNK_TOKENS * step_s
+    if live.free_at_s > now_s:
+        ttft_s += live.free_at_s - now_s
+    tpot_s = step_s / (1.0 - live.prefill_share(now_s)) if live.prefill_load_s else step_s
+    rates = live.offer.rates
+    money_s *= prompt * rates.input + output * rates.output - cached * (rates.input - rates.cached_input)
+    total_s = money_s + live.bias_s + weights.work * work_s
+    if queued:
+        total_s += weights.end * (ttft_s + output * tpot_s)
+    else:
+        total_s += ttft_s
+        if ttft_s > useful_ttft_s:
+            total_s += weights.late * (ttft_s - useful_ttft_s)
+        if tpot_s > useful_tpot_s:
+            total_s += weights.slow * output * (tpot_s - useful_tpot_s)
+    if live.capped:
+        total_s += capped_bias_s(work_s, output * step_s)
+    aged_s = now_s - live.sampled_at_s - fresh_s
+    if aged_s > 0.0:
+        total_s += AGE_WEIGHT * aged_s
+    return Cost(total_s, ttft_s, tpot_s, work_s, money_s)
+
+
+def capped_bias_s(work_s: float, decode_s: float) -> float:
+    """What the kind of work is worth on a power-capped device: reading suffers there, writing does not."""
+    both_s = work_s + decode_s
+    return CAPPED_S * (work_s - decode_s) / both_s if both_s > 0.0 else 0.0

@@ -1,0 +1,482 @@
+"""The fleet as one process picks from it: kept up offer by offer, asked once a request. Pure: no clock, no store.
+
+index = FleetIndex(rules)
+index.put(offer, now_s)                        # new, or reported anew
+decision = index.choose(demand, now_s, rng)    # Chosen: its slot is taken in the index | Refusal
+index.started(decision.reservation, now_s)     # its first token came
+index.release(decision.reservation, now_s)     # it ended, however
+
+A pick looks at cells of like offers (see cells) in the order of the least that each can cost, and stops where none can
+be better than what was found. In each it looks at a few of the emptiest offers, all of them in a small cell. Nodes that
+hold a prefix of the prompt are looked at besides. So a pick costs the same among a hundred thousand nodes as among ten
+thousand, and in a small fleet it is exhaustive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from random import Random
+from typing import Final, NamedTuple
+from uuid import UUID
+
+from marketplace.matching.cells import FULL, Cell, Key, key_of, level_of, weighted_median
+from marketplace.matching.cost import NO_RATES, Cost, Want, cost_of, want
+from marketplace.matching.live import Live
+from marketplace.matching.rank import Found, arrange, cached_at, pick_place, refusal_of, refusals, worst_nano
+from marketplace.matching.rules import DEFAULT_RULES, Rules
+from marketplace.matching.types import Demand, Filter, OfferView, Ranked, Refusal
+from marketplace.metering.pricing import Rates
+
+SAMPLE: Final = 4
+"""Offers looked at in each cell."""
+ENOUGH: Final = 12
+"""With so many at hand, cells that can hold no better one are not searched for ties."""
+MAX_LOOKED_AT: Final = 64
+"""Offers that one pick predicts, those with a prefix apart."""
+SLACK: Final = 0.2
+"""In a large market, a search ends where nothing left can be better by more than this part."""
+EXHAUSTIVE: Final = 64
+"""In a market of so many offers, no better one is ever left out."""
+MAX_PREFIX_NODES: Final = 16
+EXACT_REFUSALS: Final = 2_000
+"""In a larger market a refusal is counted by cells."""
+MAX_ORDERS: Final = 512
+MIX_STEPS: Final = 8
+_NOBODY: Final[frozenset[UUID]] = frozenset()
+
+
+class Reservation:
+    """One slot of one offer, and what its request weighs there."""
+
+    __slots__ = ("live", "mark_s", "tokens", "work_s")
+
+    def __init__(self, live: Live, tokens: int, work_s: float, mark_s: float) -> None:
+        self.live: Live | None = live
+        self.tokens = tokens
+        self.work_s = work_s
+        self.mark_s = mark_s
+
+    @property
+    def offer_id(self) -> UUID | None:
+        """Where it holds a slot; None once it was released."""
+        return self.live.offer.offer_id if self.live is not None else None
+
+
+class Chosen(NamedTuple):
+    """A pick. Its slot counts as taken at once, and so the next pick sees it."""
+
+    offer: OfferView
+    """As it was last reported: its own count of taken slots is older than the index's."""
+    reservation: Reservation
+    cost: Cost
+    looked_at: int
+
+
+Decision = Chosen | Refusal
+
+
+class _Sieve(NamedTuple):
+    """The filters of one demand that look at single offers."""
+
+    demand: Demand
+    needed: int
+    oldest_s: float
+    banned: set[Live]
+    strict: bool
+    """True if more is asked than room for the tokens and fresh figures."""
+
+
+class _Market:
+    """One variant."""
+
+    __slots__ = ("_usual", "by_node", "cells", "changes", "lives", "orders", "tidy_at")
+
+    def __init__(self) -> None:
+        self.cells: dict[Key, Cell] = {}
+        self.by_node: dict[UUID, list[Live]] = {}
+        self.lives = 0
+        self.changes = 0
+        self.tidy_at = 64
+        """With so many cells, the empty ones are looked for and dropped."""
+        self.orders: dict[tuple[object, ...], list[tuple[float, Cell]]] = {}
+        self._usual: Rates | None = None
+
+    def usual(self) -> Rates:
+        """The median of what is asked for input and for output; zero where nothing is."""
+        if self._usual is None:
+            sizes = [(cell.middle, cell.size) for cell in self.cells.values()]
+            self._usual = Rates(
+                weighted_median((rates.input, size) for rates, size in sizes),
+                0,
+                weighted_median((rates.output, size) for rates, size in sizes),
+            )
+        return self._usual
+
+    def changed(self, *, kinds: bool) -> None:
+        """Offers came or went: what was derived from all of them is derived anew, at once for a new kind of offer."""
+        self.changes += 1
+        if kinds or self.changes * 4 > self.lives:
+            self.changes = 0
+            self.orders.clear()
+            self._usual = None
+
+
+class FleetIndex:
+    """Offers by variant and region. One thread; times are seconds of one monotonic clock."""
+
+    def __init__(self, rules: Rules = DEFAULT_RULES) -> None:
+        self.rules = rules
+        self._markets: dict[UUID, _Market] = {}
+        self._lives: dict[UUID, Live] = {}
+        self._recent_picks = 0.0
+        self._recent_at_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._lives)
+
+    def __contains__(self, offer_id: UUID) -> bool:
+        return offer_id in self._lives
+
+    # --- keeping up -----------------------------------------------------------------------------------------------
+
+    def put(self, offer: OfferView, now_s: float) -> None:
+        """A new offer, or a fresh report of a known one, its count of taken slots included."""
+        live = self._lives.get(offer.offer_id)
+        if live is None:
+            live = self._lives[offer.offer_id] = Live(offer, now_s)
+            self._enter(live)
+            return
+        if live.offer.variant_id != offer.variant_id or live.offer.node_id != offer.node_id:
+            self.remove(offer.offer_id)
+            self.put(offer, now_s)
+            return
+        cell = live.cell
+        live.describe(offer, now_s)
+        live.busy = offer.slots_busy
+        if cell is not None and cell.key == key_of(live):
+            self._stand(live)
+            return
+        if cell is not None:
+            cell.take(live)
+        self._cell_of(self._markets[offer.variant_id], live).put(live, level_of(live))
+
+    def remove(self, offer_id: UUID) -> None:
+        """The offer is gone. Removing what is not there does nothing."""
+        live = self._lives.pop(offer_id, None)
+        if live is None:
+            return
+        market = self._markets[live.offer.variant_id]
+        if live.cell is not None:
+            live.cell.take(live)
+        market.lives -= 1
+        market.changed(kinds=False)
+        siblings = market.by_node[live.offer.node_id]
+        siblings.remove(live)
+        if not siblings:
+            del market.by_node[live.offer.node_id]
+        if not market.lives:
+            del self._markets[live.offer.variant_id]
+
+    def heard(self, offer_id: UUID, now_s: float, age_s: float = 0.0) -> None:
+        """Telemetry said nothing new about it."""
+        live = self._lives.get(offer_id)
+        if live is not None:
+            live.sampled_at_s = now_s - age_s
+
+    def set_busy(self, offer_id: UUID, busy: int, now_s: float) -> None:
+        """Somebody who knows counted the taken slots."""
+        live = self._lives.get(offer_id)
+        if live is None or live.busy == busy:
+            return
+        live.busy = busy
+        if not busy:
+            live.ended(0, now_s)
+        self._stand(live)
+
+    # --- picking --------------------------------------------------------------------------------------------------
+
+    def choose(self, demand: Demand, now_s: float, rng: Random, *, resting: frozenset[UUID] = _NOBODY) -> Decision:
+        """The best offer for a demand, its slot taken, or why there is none.
+
+        `resting` names nodes whose breaker is open for this variant. `rng` breaks ties; the caller owns it.
+        """
+        found, wanted = self._look(demand, now_s, rng, resting)
+        if not found:
+            return self._refuse(demand, now_s, resting)
+        place = pick_place(found, wanted, rng, self._hidden_picks(now_s))
+        live, cost, _ = found[place]
+        self._recent_picks += 1.0
+        reservation = self._dispatch(live, demand.prompt_tokens + demand.max_output_tokens, cost.work_s, now_s)
+        live.busy += 1
+        self._stand(live)
+        return Chosen(live.offer, reservation, cost, len(found))
+
+    def rank(
+        self,
+        demand: Demand,
+        now_s: float,
+        rng: Random,
+        *,
+        resting: frozenset[UUID] = _NOBODY,
+        limit: int = MAX_LOOKED_AT,
+    ) -> Ranked:
+        """The same, best first, for a caller that reserves elsewhere; nothing is taken. Refusals are told only where
+        nothing fits."""
+        found, wanted = self._look(demand, now_s, rng, resting)
+        if not found:
+            return Ranked((), (), self._refuse(demand, now_s, resting), tied=0)
+        return arrange(found, wanted, rng, limit=limit, hidden=self._hidden_picks(now_s))
+
+    def dispatched(self, offer_id: UUID, demand: Demand, now_s: float) -> Reservation | None:
+        """A request goes to an offer of `rank`, whose slots somebody else counts: its prompt weighs there from now on.
+
+        None: the offer is gone.
+        """
+        live = self._lives.get(offer_id)
+        if live is None:
+            return None
+        self._hidden_picks(now_s)
+        self._recent_picks += 1.0
+        uncached = demand.prompt_tokens - demand.cached_tokens.get(live.offer.node_id, 0)
+        return self._dispatch(live, demand.prompt_tokens + demand.max_output_tokens, live.prefill_s * uncached, now_s)
+
+    def started(self, reservation: Reservation, now_s: float) -> None:
+        """The first token came: prompts before it are read."""
+        if reservation.live is not None:
+            reservation.live.started(reservation.mark_s, now_s)
+
+    def release(self, reservation: Reservation, now_s: float, *, slot: bool = True) -> None:
+        """The request ended, however. `slot` is False where `dispatched` made it. Releasing twice does nothing more."""
+        live = reservation.live
+        if live is None:
+            return
+        reservation.live = None
+        if slot:
+            live.busy = max(0, live.busy - 1)
+        live.ended(reservation.tokens, now_s)
+        if slot and live.cell is not None:
+            self._stand(live)
+
+    # --- reading --------------------------------------------------------------------------------------------------
+
+    def offers(self, variant_id: UUID, now_s: float) -> list[OfferView]:
+        """Every offer of a variant as it stands now; in time that grows with their number."""
+        return [self.view(live, now_s) for live in self._all(variant_id)]
+
+    def view(self, live: Live, now_s: float) -> OfferView:
+        """One offer with its present count and age."""
+        age_s = max(0.0, now_s - live.sampled_at_s)
+        return replace(live.offer, slots_busy=live.busy, sampled_age_s=age_s)
+
+    def lives(self, variant_id: UUID) -> Iterator[Live]:
+        """The same with their running load, for explanations. Not to be changed."""
+        return self._all(variant_id)
+
+    def usual(self, variant_id: UUID) -> Rates:
+        """What this variant usually costs: the median ask for input and for output."""
+        market = self._markets.get(variant_id)
+        return market.usual() if market is not None else NO_RATES
+
+    # --- inside: looking ------------------------------------------------------------------------------------------
+
+    def _look(self, demand: Demand, now_s: float, rng: Random, resting: frozenset[UUID]) -> tuple[list[Found], Want]:
+        market = self._markets.get(demand.variant_id)
+        if market is None:
+            return [], want(demand, self.rules, NO_RATES)
+        wanted = want(demand, self.rules, market.usual())
+        sieve = self._sieve(market, wanted, now_s, resting)
+        found: list[Found] = []
+        best = math.inf
+        seen: set[Live] = set()
+        if demand.cached_tokens:
+            best = self._look_at_prefixes(market, wanted, now_s, sieve, found)
+            seen = {live for live, _, _ in found}
+        band = 0.1 + 0.1 * wanted.price_s
+        slack = SLACK if market.lives > EXHAUSTIVE else 0.0
+        input_, output, fixed_s, per_read = wanted.prompt, wanted.output, wanted.fixed_s, wanted.per_read
+        money_s, queued, ceiling = wanted.money_s, wanted.queued, demand.ceiling
+        for least, cell in self._order(market, wanted):
+            limit = best + band if len(found) < ENOUGH else best - slack * (0.5 + best)
+            if least > limit:
+                break
+            if not cell.mask:
+                continue
+            floor = cell.floor
+            if (
+                fixed_s
+                + input_ * cell.prefill_s * per_read
+                + money_s * (input_ * floor.input + output * floor.output)
+                + cell.least_bias_s
+                > limit
+            ) or (ceiling is not None and (floor.input > ceiling.input or floor.output > ceiling.output)):
+                continue
+            for live in self._sift(cell, cell.sample(SAMPLE, rng, fullest=queued), sieve):
+                if live in seen:
+                    continue
+                cost = cost_of(live, wanted, now_s)
+                alike = len(cell.levels[live.level])
+                found.append((live, cost, alike / SAMPLE if alike > SAMPLE else 1.0))
+                best = min(best, cost.total_s)
+            if len(found) >= MAX_LOOKED_AT:
+                break
+        return found, wanted
+
+    def _look_at_prefixes(
+        self, market: _Market, wanted: Want, now_s: float, sieve: _Sieve, found: list[Found]
+    ) -> float:
+        best = math.inf
+        for node_id in list(wanted.demand.cached_tokens)[:MAX_PREFIX_NODES]:
+            for live in market.by_node.get(node_id, ()):
+                if live.level < FULL and live.cell is not None and self._admits(live.cell, wanted.demand):
+                    if not self._passes(live, sieve):
+                        continue
+                    cost = cost_of(live, wanted, now_s, cached_at(live, wanted.demand))
+                    found.append((live, cost, 1.0))
+                    best = min(best, cost.total_s)
+        return best
+
+    def _sieve(self, market: _Market, wanted: Want, now_s: float, resting: frozenset[UUID]) -> _Sieve:
+        demand = wanted.demand
+        banned: set[Live] = set()
+        for node_id in (*demand.excluded_nodes, *resting):
+            banned.update(market.by_node.get(node_id, ()))
+        oldest_s = now_s - self.rules.stale_limit_s
+        strict = bool(banned) or demand.ceiling is not None or demand.most_nano is not None
+        return _Sieve(demand, wanted.prompt + wanted.output, oldest_s, banned, strict)
+
+    def _sift(self, cell: Cell, sampled: list[Live], sieve: _Sieve) -> list[Live]:
+        """Those of a sample that every filter lets through; where none of it does, of the whole cell."""
+        needed, oldest_s = sieve.needed, sieve.oldest_s
+        some = [live for live in sampled if live.offer.context_per_slot >= needed and live.sampled_at_s >= oldest_s]
+        if sieve.strict or cell.key.probation:
+            some = [live for live in some if self._passes(live, sieve)]
+        if not some:
+            some = list(islice((live for live in cell.open() if self._passes(live, sieve)), SAMPLE))
+        return some
+
+    def _passes(self, live: Live, sieve: _Sieve) -> bool:
+        """Every filter that is not a cell's or a level's."""
+        offer, demand = live.offer, sieve.demand
+        return (
+            offer.context_per_slot >= sieve.needed
+            and live.sampled_at_s >= sieve.oldest_s
+            and live not in sieve.banned
+            and (demand.ceiling is None or offer.rates.within(demand.ceiling))
+            and (demand.most_nano is None or worst_nano(offer.rates, demand) <= demand.most_nano)
+            and not (offer.probation and live.busy >= self.rules.probation_slots)
+        )
+
+    def _order(self, market: _Market, wanted: Want) -> list[tuple[float, Cell]]:
+        """Cells that may serve such a demand, each with a bound under what anything there costs any demand like it:
+        with prompts of about this length and about this mix of input and output in its price."""
+        demand = wanted.demand
+        length = int(2.0 * math.log2(wanted.prompt)) if wanted.prompt > 0 else 0
+        mix = int(wanted.input_part * MIX_STEPS)
+        key = (demand.service, demand.sort, demand.regions, demand.proven_only, length, mix)
+        order = market.orders.get(key)
+        if order is None:
+            if len(market.orders) >= MAX_ORDERS:
+                market.orders.clear()
+            order = market.orders[key] = self._make_order(market, wanted, length, mix)
+        return order
+
+    def _make_order(self, market: _Market, wanted: Want, length: int, mix: int) -> list[tuple[float, Cell]]:
+        usual = market.usual()
+        reads = wanted.per_read * (2.0 ** (length / 2) if length else 0.0)
+        parts = (mix / MIX_STEPS, (mix + 1) / MIX_STEPS)
+        order: list[tuple[float, Cell]] = []
+        for cell in market.cells.values():
+            if not self._admits(cell, wanted.demand):
+                continue
+            input_ = cell.floor.input / usual.input if usual.input else 0.0
+            output = cell.floor.output / usual.output if usual.output else 0.0
+            price = min(part * input_ + (1.0 - part) * output for part in parts)
+            least = wanted.fixed_s + reads * cell.prefill_s + wanted.price_s * price + cell.least_bias_s
+            order.append((least, cell))
+        order.sort(key=lambda item: item[0])
+        return order
+
+    def _admits(self, cell: Cell, demand: Demand) -> bool:
+        key = cell.key
+        if key.simulated and not self.rules.allow_simulated:
+            return False
+        if demand.regions and key.region not in demand.regions:
+            return False
+        return not (demand.proven_only and key.probation)
+
+    def _hidden_picks(self, now_s: float) -> float:
+        """Picks of other gateways that this one's snapshot does not show, were they as busy as this one."""
+        self._recent_picks *= math.exp((self._recent_at_s - now_s) / self.rules.exchange_s)
+        self._recent_at_s = now_s
+        return (self.rules.gateways - 1) * self._recent_picks
+
+    # --- inside: refusing -----------------------------------------------------------------------------------------
+
+    def _refuse(self, demand: Demand, now_s: float, resting: frozenset[UUID]) -> Refusal:
+        market = self._markets.get(demand.variant_id)
+        if market is None:
+            return Refusal()
+        if market.lives <= EXACT_REFUSALS:
+            return self.refusal(demand, now_s, resting=resting)
+        return self._refusal_by_cells(market, demand, now_s, resting)
+
+    def refusal(self, demand: Demand, now_s: float, *, resting: frozenset[UUID] = _NOBODY) -> Refusal:
+        """How many nodes each filter refuses, exactly; in time that grows with the number of offers."""
+        return refusals(
+            (live.offer.node_id, refusal_of(self.view(live, now_s), demand, self.rules, resting))
+            for live in self._all(demand.variant_id)
+        )
+
+    def _refusal_by_cells(self, market: _Market, demand: Demand, now_s: float, resting: frozenset[UUID]) -> Refusal:
+        counts: dict[Filter, int] = {}
+        for cell in market.cells.values():
+            for members in cell.levels:
+                if members:
+                    # Of one kind at one level: the first speaks for all.
+                    reason = refusal_of(self.view(members[0], now_s), demand, self.rules, resting)
+                    if reason is not None:
+                        counts[reason] = counts.get(reason, 0) + len(members)
+        return Refusal(counts, exact=False)
+
+    # --- inside: places -------------------------------------------------------------------------------------------
+
+    def _all(self, variant_id: UUID) -> Iterator[Live]:
+        market = self._markets.get(variant_id)
+        if market is not None:
+            for siblings in market.by_node.values():
+                yield from siblings
+
+    def _enter(self, live: Live) -> None:
+        market = self._markets.get(live.offer.variant_id)
+        if market is None:
+            market = self._markets[live.offer.variant_id] = _Market()
+        market.lives += 1
+        market.changed(kinds=False)
+        market.by_node.setdefault(live.offer.node_id, []).append(live)
+        self._cell_of(market, live).put(live, level_of(live))
+
+    def _cell_of(self, market: _Market, live: Live) -> Cell:
+        key = key_of(live)
+        cell = market.cells.get(key)
+        if cell is None:
+            if len(market.cells) >= market.tidy_at:
+                market.cells = {known.key: known for known in market.cells.values() if known.size}
+                market.tidy_at = max(64, 2 * len(market.cells))
+            cell = market.cells[key] = Cell(key)
+            market.changed(kinds=True)
+        return cell
+
+    def _stand(self, live: Live) -> None:
+        """Move an offer to the level where it belongs."""
+        cell = live.cell
+        level = level_of(live)
+        if cell is not None and level != live.level:
+            cell.take(live)
+            cell.put(live, level)
+
+    def _dispatch(self, live: Live, tokens: int, work_s: float, now_s: float) -> Reservation:
+        live.dispatch(work_s, tokens, now_s)
+        return Reservation(live, tokens, work_s, live.prefill_total_s)

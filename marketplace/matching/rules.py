@@ -1,0 +1,90 @@
+"""What the operator decides about matching: limits, and what a second is worth against money. Frozen values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from marketplace.matching.types import Demand, Service, Sort
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The terms of the one cost, all in seconds."""
+
+    money_s: float
+    """What the market's usual price of a job is worth: an offer at twice the usual price costs one such sum more."""
+    late: float = 10.0
+    """A second beyond what is useful counts so many more."""
+    slow: float = 1.0
+    """The same for each second that all tokens together come later than is useful."""
+    work: float = 1.0
+    """A second of the device's own prefill: what others then wait for. It is why a cached prefix is worth a detour."""
+    end: float = 0.0
+    """A second until the last token, for work that waits."""
+    fill_s: float = 0.0
+    """What filling a warm engine is worth against opening another."""
+
+
+INTERACTIVE: Final = Weights(money_s=0.5)
+THROUGHPUT: Final = Weights(money_s=60.0, late=0.0, slow=0.0, work=0.0, end=0.25, fill_s=2.0)
+FLEX: Final = Weights(money_s=600.0, late=0.0, slow=0.0, work=0.0, end=0.05, fill_s=5.0)
+SORT_FACTOR: Final = {Sort.BALANCED: 1.0, Sort.PRICE: 8.0, Sort.LATENCY: 0.05}
+"""By how much a renter's preference moves the worth of money."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """One set of them serves a whole process."""
+
+    allow_simulated: bool = False
+    """True only in an environment of benches and tests."""
+    stale_after_s: float = 30.0
+    """A node silent for longer gets nothing new."""
+    telemetry_every_s: float = 10.0
+    """How often a quiet node speaks."""
+    gateways: int = 1
+    """Processes that pick from the same snapshot without seeing each other's picks at once."""
+    exchange_s: float = 0.25
+    """How long a pick of one of them stays unseen by the others."""
+    probation_slots: int = 1
+    """So many requests at a time for a node on probation."""
+    interactive: Weights = INTERACTIVE
+    throughput: Weights = THROUGHPUT
+    flex: Weights = FLEX
+
+    @property
+    def stale_limit_s(self) -> float:
+        """The limit in force: never under one and a half times the telemetry's own period, or every quiet node would be
+        refused most of the time and all traffic pressed onto the few that happened to speak last."""
+        return max(self.stale_after_s, 1.5 * self.telemetry_every_s)
+
+    def contradiction(self) -> str | None:
+        """A warning if the settings cannot both be meant, else None."""
+        if self.stale_after_s >= self.stale_limit_s:
+            return None
+        return (
+            f"Telemetry counts as stale after {self.stale_after_s:g} s but is only sent every "
+            f"{self.telemetry_every_s:g} s; {self.stale_limit_s:g} s is used instead."
+        )
+
+    def weights(self, service: Service) -> Weights:
+        """What seconds and money are worth to this kind of demand."""
+        if service is Service.INTERACTIVE:
+            return self.interactive
+        return self.throughput if service is Service.THROUGHPUT else self.flex
+
+
+DEFAULT_RULES: Final = Rules()
+TTFT_TARGET_S: Final = 1.0
+TTFT_TARGET_TOKENS_PER_S: Final = 4_000.0
+TPOT_TARGET_S: Final = 0.08
+TARGET_MARGIN: Final = 0.8
+"""A prediction may be a fifth off; what comes closer to the target than that counts as late."""
+
+
+def ttft_target_s(demand: Demand) -> float:
+    """Until when the first token is useful."""
+    if demand.ttft_target_s is not None:
+        return demand.ttft_target_s
+    return TTFT_TARGET_S + demand.prompt_tokens / TTFT_TARGET_TOKENS_PER_S
