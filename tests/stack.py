@@ -28,6 +28,7 @@ import msgspec
 import openai
 import psutil
 import psycopg
+import pytest
 import redis
 from sqlalchemy import select, text
 
@@ -39,7 +40,7 @@ from marketplace.accounts import service as accounts
 from marketplace.billing import service as billing
 from marketplace.catalog import importer
 from marketplace.catalog.models import Model, Variant
-from marketplace.children import Child
+from marketplace.children import Child, tail
 from marketplace.core import migrate
 from marketplace.core.database import SessionFactory, make_engine, make_session_factory, transaction
 from marketplace.core.settings import Settings
@@ -531,3 +532,9 @@ def wait_for_database(urls: StoreUrls) -> None:
         return True
 
     until(connects, "the database answers")
+
+
+def attach_logs(stack: Stack, report: pytest.TestReport, *, lines: int = 25) -> None:
+    """Show the end of every part's log with a failed test."""
+    for path in sorted(stack.logs.glob("*.log")):
+        report.sections.append((f"log of {path.stem}", tail(path, lines)))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.faults.conftest import at_rest, busy
 from tests.stack import Node, Stack, until
 from tests.witness import (
     Background,
@@ -35,18 +36,7 @@ def running_at(stack: Stack) -> Node:
 
 def begun(stack: Stack, node: Node) -> None:
     """Until the node's engine has the request."""
-
-    def busy() -> bool:
-        status = stack.status(node.name)
-        return status is not None and any(offer.busy for offer in status.offers)
-
-    until(busy, f"work at {node.name}")
-
-
-def at_rest(stack: Stack, node: Node) -> bool:
-    """True if the agent says that its engine has nothing to do."""
-    status = stack.status(node.name)
-    return status is not None and not any(offer.busy for offer in status.offers)
+    until(lambda: busy(stack, node), f"work at {node.name}")
 
 
 def while_it_reads(
