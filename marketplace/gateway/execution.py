@@ -91,11 +91,6 @@ class Execution:
         self.run: AttemptRun | None = None
         self._stopped: Ending | None = None
 
-    @property
-    def stopped(self) -> Ending | None:
-        """Why this job must not go on, whoever runs it."""
-        return self._stopped
-
     def stop(self, ending: Ending) -> None:
         """End the job: the client left, the deadline passed, the gateway shuts down. The first reason counts."""
         if self._stopped is None:
@@ -389,6 +384,8 @@ class Execution:
         """Acknowledge the report, forget the route, free the slot. A node that did not say that it stopped keeps its
         reservation until that ends by itself."""
         attempt_id = UUID(bytes=run.attempt_id)
+        if run.ending is not None:
+            self._services.metrics.attempts.labels(run.ending.value).inc()
         if run.report is not None:
             self._send(run, ReportAck(run.attempt_id, run.epoch))
         self._services.fleet.links.close(attempt_id)

@@ -80,13 +80,18 @@ class Interactive:
         self._excluded: set[UUID] = set()
         self._attempts = 0
         self._preemptions = 0
-        self._warm = services.prefixes.nodes(
+        self._cached_tokens = services.prefixes.held(
             caller.principal.organisation_id, measured.variant.id, measured.prompt_packed
         )
         self.admitted = False
         """True once a hold and a lease exist: from then on the job's own row tells how it ended."""
         self._execution: Execution | None = None
         self._gone: Ending | None = None
+
+    @property
+    def job_id(self) -> UUID:
+        """The job that an admission makes."""
+        return self._job_id
 
     def stop(self, ending: Ending) -> None:
         """The client left, or the gateway shuts down."""
@@ -137,7 +142,7 @@ class Interactive:
             self._caller.principal.organisation_id,
             ceiling=ceiling,
             excluded=frozenset(self._excluded),
-            warm=self._warm,
+            cached_tokens=self._cached_tokens,
             max_output_tokens=self._max_output,
         )
 

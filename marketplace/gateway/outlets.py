@@ -169,11 +169,6 @@ class StreamOutlet:
             return
         await self._write(sse.error_event(error.body()), last=True)
 
-    @property
-    def response_started(self) -> bool:
-        """True once a status was sent."""
-        return self._started
-
     def _wanted(self, run: AttemptRun) -> bool:
         """Pieces that came before an ending still go out, unless nobody reads, or another node may start over."""
         ending = run.ending

@@ -61,15 +61,14 @@ class PrefixMemory:
         longest = max((_common(packed, known) for until, known in entries if until > now), default=0)
         return min(longest, len(packed) // ID_BYTES - 1)
 
-    def nodes(self, organisation_id: UUID, variant_id: UUID, packed: bytes) -> frozenset[UUID]:
-        """Nodes that hold at least half of this prompt, which matching prefers."""
-        known = self._nodes.get((organisation_id, variant_id))
-        if not known:
-            return frozenset()
-        least = max(len(packed) // ID_BYTES / 2, 1)
-        return frozenset(
-            node_id for node_id in known if self.proven(organisation_id, variant_id, node_id, packed) >= least
-        )
+    def held(self, organisation_id: UUID, variant_id: UUID, packed: bytes) -> dict[UUID, int]:
+        """By node: leading tokens of this prompt that it holds, for those that hold any. Matching prefers them."""
+        held: dict[UUID, int] = {}
+        for node_id in self._nodes.get((organisation_id, variant_id), ()):
+            tokens = self.proven(organisation_id, variant_id, node_id, packed)
+            if tokens:
+                held[node_id] = tokens
+        return held
 
     def _forget(self, key: _Key) -> None:
         self._bytes -= _size(self._entries.pop(key))

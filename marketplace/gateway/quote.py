@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 from uuid import UUID
 
@@ -14,7 +15,7 @@ from marketplace.gateway.parse import ChatRequest
 from marketplace.gateway.prefixes import pack
 from marketplace.gateway.services import Services
 from marketplace.matching.rank import rank
-from marketplace.matching.types import Demand, OfferView, Ranked, Rates
+from marketplace.matching.types import Demand, OfferView, Ranked, Rates, Service
 from marketplace.metering.pricing import price, worst_case
 from marketplace.metering.tokens import TokenCounts
 
@@ -46,9 +47,8 @@ class Measured:
         *,
         ceiling: Rates | None = None,
         excluded: frozenset[UUID] = frozenset(),
-        warm: frozenset[UUID] = frozenset(),
+        cached_tokens: Mapping[UUID, int] = MappingProxyType({}),
         max_output_tokens: int | None = None,
-        interactive: bool = True,
     ) -> Demand:
         """What the matcher must find room for."""
         return Demand(
@@ -58,8 +58,8 @@ class Measured:
             ceiling=ceiling,
             organisation_id=organisation_id,
             excluded_nodes=excluded,
-            interactive=interactive,
-            warm_prefix_nodes=warm,
+            service=Service.INTERACTIVE,
+            cached_tokens=cached_tokens,
         )
 
 

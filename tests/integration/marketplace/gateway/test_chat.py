@@ -294,7 +294,7 @@ class TestAClientThatLeaves:
 
 
 class TestANodeThatFails:
-    @pytest.mark.parametrize("behaviour", [fails("engine_died"), fails("owner_preempted"), refuses("slot_taken")])
+    @pytest.mark.parametrize("behaviour", [fails("engine_error"), fails("owner_preempted"), refuses("slot_taken")])
     def test_before_the_first_token_hands_over_to_another(
         self, settings: Settings, session_factory: SessionFactory, behaviour: Any
     ) -> None:

@@ -54,11 +54,12 @@ class TestAPrefix:
         memory.remember(RENTER, VARIANT, NODE, pack([1, 2]), for_s=0)
         assert memory.proven(RENTER, VARIANT, NODE, pack([1, 2])) == 0
 
-    def test_leads_to_nodes_that_hold_half_of_a_prompt(self) -> None:
+    def test_is_told_by_node_where_there_is_one(self) -> None:
         memory = PrefixMemory()
         memory.remember(RENTER, VARIANT, NODE, pack([1, 2, 3]), for_s=10)
-        assert memory.nodes(RENTER, VARIANT, pack([1, 2, 3, 4, 5, 6])) == {NODE}
-        assert memory.nodes(RENTER, VARIANT, pack([1, 2, 3, 4, 5, 6, 7])) == frozenset()
+        memory.remember(RENTER, VARIANT, uuid4(), pack([9]), for_s=10)
+        assert memory.held(RENTER, VARIANT, pack([1, 2, 3, 4, 5, 6])) == {NODE: 3}
+        assert memory.held(uuid4(), VARIANT, pack([1, 2, 3])) == {}
 
     def test_takes_a_bounded_room_and_the_oldest_goes(self) -> None:
         memory = PrefixMemory(max_bytes=40)
@@ -67,7 +68,7 @@ class TestAPrefix:
             memory.remember(RENTER, VARIANT, node, pack([1, 2, 3, 4]), for_s=10)
         kept = [node for node in nodes if memory.proven(RENTER, VARIANT, node, pack([1, 2, 3, 4, 5]))]
         assert kept == nodes[2:]
-        assert memory.nodes(RENTER, VARIANT, pack([1, 2])) == set(nodes[2:])
+        assert memory.held(RENTER, VARIANT, pack([1, 2])).keys() == set(nodes[2:])
 
     def test_of_a_long_prompt_is_remembered_up_to_a_bound(self) -> None:
         assert len(pack(list(range(MAX_IDS * 2)))) == MAX_IDS * 4
