@@ -35,7 +35,8 @@ class Key(NamedTuple):
     output_band: int
     prefill_band: int
     decode_band: int
-    warm: bool
+    cold_s: int
+    """Seconds of loading, whole; 0: warm."""
     simulated: bool
     probation: bool
     capped: bool
@@ -50,7 +51,7 @@ def key_of(live: Live) -> Key:
         _price_band(offer.rates.output),
         int(math.log(live.prefill_s) // _LOG_SPEED),
         int(math.log(live.step_s) // _LOG_SPEED),
-        offer.warm,
+        int(live.cold_s),
         offer.simulated,
         offer.probation,
         live.capped,
@@ -69,7 +70,18 @@ def _edge(band: int) -> int:
 class Cell:
     """Offers of one kind. `place` of each is its index in the list of its level."""
 
-    __slots__ = ("floor", "key", "least_bias_s", "levels", "mask", "middle", "prefill_s")
+    __slots__ = (
+        "cold_s",
+        "floor",
+        "input_ratio",
+        "key",
+        "least_bias_s",
+        "levels",
+        "mask",
+        "middle",
+        "output_ratio",
+        "prefill_s",
+    )
 
     def __init__(self, key: Key) -> None:
         self.key = key
@@ -84,6 +96,10 @@ class Cell:
         self.prefill_s = SPEED_RATIO**key.prefill_band * 0.999
         """No offer here reads a token in less, in seconds."""
         self.least_bias_s = -CAPPED_S if key.capped else 0.0
+        self.cold_s = float(key.cold_s)
+        self.input_ratio = 0.0
+        self.output_ratio = 0.0
+        """Of the floor to what the variant usually costs."""
 
     @property
     def size(self) -> int:

@@ -49,6 +49,8 @@ class Want(NamedTuple):
     """Of the usual price, what its input makes: 0 to less than 1."""
     fixed_s: float
     """No offer costs less than this..."""
+    per_time: float
+    """...so many seconds for each until its first token..."""
     per_read: float
     """...and so many seconds for each that its device reads."""
     weights: Weights
@@ -88,6 +90,7 @@ def want(demand: Demand, rules: Rules, usual: Rates) -> Want:
         price_s / reference if reference else 0.0,
         min(reading / reference, 0.999) if reference else 0.0,
         per_time * OVERHEAD_S,
+        per_time,
         per_time + weights.work,
         weights,
         queued,
@@ -97,7 +100,7 @@ def want(demand: Demand, rules: Rules, usual: Rates) -> Want:
 
 def cost_of(live: Live, wanted: Want, now_s: float, cached: int = 0) -> Cost:
     """Predict and price one offer. `cached` tokens of the prompt are in its cache."""
-    _, prompt, output, useful_ttft_s, useful_tpot_s, _, money_s, _, _, _, weights, queued, fresh_s = wanted
+    _, prompt, output, useful_ttft_s, useful_tpot_s, _, money_s, _, _, _, _, weights, queued, fresh_s = wanted
     uncached = prompt - cached
     step_s = live.step_s
     if live.kv_s:
@@ -109,13 +112,14 @@ def cost_of(live: Live, wanted: Want, now_s: float, cached: int = 0) -> Cost:
     if live.free_at_s > now_s:
         ttft_s += live.free_at_s - now_s
     tpot_s = step_s / (1.0 - live.prefill_share(now_s)) if live.prefill_load_s else step_s
-    rates = live.offer.rates
-    money_s *= prompt * rates.input + output * rates.output - cached * (rates.input - rates.cached_input)
+    money_s *= prompt * live.ask_input + output * live.ask_output
+    if cached:
+        money_s -= wanted.money_s * cached * live.ask_saved
     total_s = money_s + live.bias_s + weights.work * work_s
     if queued:
         total_s += weights.end * (ttft_s + output * tpot_s)
     else:
-        total_s += ttft_s
+        total_s += ttft_s + weights.crowd_s * live.busy / live.offer.slots
         if ttft_s > useful_ttft_s:
             total_s += weights.late * (ttft_s - useful_ttft_s)
         if tpot_s > useful_tpot_s:

@@ -18,11 +18,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
+from operator import itemgetter
 from random import Random
 from typing import Final, NamedTuple
 from uuid import UUID
 
-from marketplace.matching.cells import FULL, Cell, Key, key_of, level_of, weighted_median
+from marketplace.matching.cells import FULL, LEVELS, Cell, Key, key_of, level_of, weighted_median
 from marketplace.matching.cost import NO_RATES, Cost, Want, cost_of, want
 from marketplace.matching.live import Live
 from marketplace.matching.rank import Found, arrange, cached_at, pick_place, refusal_of, refusals, worst_nano
@@ -30,15 +31,15 @@ from marketplace.matching.rules import DEFAULT_RULES, Rules
 from marketplace.matching.types import Demand, Filter, OfferView, Ranked, Refusal
 from marketplace.metering.pricing import Rates
 
-SAMPLE: Final = 4
+SAMPLE: Final = 3
 """Offers looked at in each cell."""
 ENOUGH: Final = 12
 """With so many at hand, cells that can hold no better one are not searched for ties."""
-MAX_LOOKED_AT: Final = 64
+MAX_LOOKED_AT: Final = 24
 """Offers that one pick predicts, those with a prefix apart."""
 SLACK: Final = 0.2
 """In a large market, a search ends where nothing left can be better by more than this part."""
-EXHAUSTIVE: Final = 64
+EXHAUSTIVE: Final = 48
 """In a market of so many offers, no better one is ever left out."""
 MAX_PREFIX_NODES: Final = 16
 EXACT_REFUSALS: Final = 2_000
@@ -113,6 +114,9 @@ class _Market:
                 0,
                 weighted_median((rates.output, size) for rates, size in sizes),
             )
+            for cell in self.cells.values():
+                cell.input_ratio = cell.floor.input / self._usual.input if self._usual.input else 0.0
+                cell.output_ratio = cell.floor.output / self._usual.output if self._usual.output else 0.0
         return self._usual
 
     def changed(self, *, kinds: bool) -> None:
@@ -295,33 +299,46 @@ class FleetIndex:
             best = self._look_at_prefixes(market, wanted, now_s, sieve, found)
             seen = {live for live, _, _ in found}
         band = 0.1 + 0.1 * wanted.price_s
-        slack = SLACK if market.lives > EXHAUSTIVE else 0.0
-        input_, output, fixed_s, per_read = wanted.prompt, wanted.output, wanted.fixed_s, wanted.per_read
-        money_s, queued, ceiling = wanted.money_s, wanted.queued, demand.ceiling
+        large = market.lives > EXHAUSTIVE
+        slack = SLACK if large else 0.0
+        most = MAX_LOOKED_AT + len(found) if large else EXHAUSTIVE
+        sample = SAMPLE if large else EXHAUSTIVE
+        queued, ceiling, per_time = wanted.queued, demand.ceiling, wanted.per_time
+        crowd_s = 0.0 if queued else wanted.weights.crowd_s / LEVELS
+        fixed_s = wanted.fixed_s - crowd_s
+        reads = wanted.prompt * wanted.per_read
+        input_s = wanted.price_s * wanted.input_part
+        output_s = wanted.price_s - input_s
+        limit = best + band
         for least, cell in self._order(market, wanted):
-            limit = best + band if len(found) < ENOUGH else best - slack * (0.5 + best)
             if least > limit:
                 break
-            if not cell.mask:
+            mask = cell.mask
+            if not mask:
                 continue
-            floor = cell.floor
             if (
                 fixed_s
-                + input_ * cell.prefill_s * per_read
-                + money_s * (input_ * floor.input + output * floor.output)
                 + cell.least_bias_s
+                + per_time * cell.cold_s
+                + reads * cell.prefill_s
+                + input_s * cell.input_ratio
+                + output_s * cell.output_ratio
+                + crowd_s * (mask & -mask).bit_length()
                 > limit
-            ) or (ceiling is not None and (floor.input > ceiling.input or floor.output > ceiling.output)):
+            ):
                 continue
-            for live in self._sift(cell, cell.sample(SAMPLE, rng, fullest=queued), sieve):
+            if ceiling is not None and not cell.floor.within(ceiling):
+                continue
+            for live in self._sift(cell, cell.sample(sample, rng, fullest=queued), sieve):
                 if live in seen:
                     continue
                 cost = cost_of(live, wanted, now_s)
                 alike = len(cell.levels[live.level])
-                found.append((live, cost, alike / SAMPLE if alike > SAMPLE else 1.0))
+                found.append((live, cost, alike / sample if alike > sample else 1.0))
                 best = min(best, cost.total_s)
-            if len(found) >= MAX_LOOKED_AT:
+            if len(found) >= most:
                 break
+            limit = best + band if len(found) < ENOUGH else best - slack * (0.5 + best)
         return found, wanted
 
     def _look_at_prefixes(
@@ -384,19 +401,18 @@ class FleetIndex:
         return order
 
     def _make_order(self, market: _Market, wanted: Want, length: int, mix: int) -> list[tuple[float, Cell]]:
-        usual = market.usual()
         reads = wanted.per_read * (2.0 ** (length / 2) if length else 0.0)
-        parts = (mix / MIX_STEPS, (mix + 1) / MIX_STEPS)
+        per_time, fixed_s, price_s = wanted.per_time, wanted.fixed_s, wanted.price_s
+        low, high = mix / MIX_STEPS, (mix + 1) / MIX_STEPS
         order: list[tuple[float, Cell]] = []
         for cell in market.cells.values():
             if not self._admits(cell, wanted.demand):
                 continue
-            input_ = cell.floor.input / usual.input if usual.input else 0.0
-            output = cell.floor.output / usual.output if usual.output else 0.0
-            price = min(part * input_ + (1.0 - part) * output for part in parts)
-            least = wanted.fixed_s + reads * cell.prefill_s + wanted.price_s * price + cell.least_bias_s
-            order.append((least, cell))
-        order.sort(key=lambda item: item[0])
+            output, more = cell.output_ratio, cell.input_ratio - cell.output_ratio
+            price = output + (low if more > 0.0 else high) * more
+            wait_s = per_time * cell.cold_s
+            order.append((fixed_s + wait_s + reads * cell.prefill_s + price_s * price + cell.least_bias_s, cell))
+        order.sort(key=itemgetter(0))
         return order
 
     def _admits(self, cell: Cell, demand: Demand) -> bool:

@@ -31,6 +31,9 @@ class Live:
     """An offer, the figures derived from it once, and what runs there now. Times on the index's clock, in seconds."""
 
     __slots__ = (
+        "ask_input",
+        "ask_output",
+        "ask_saved",
         "bias_s",
         "busy",
         "capped",
@@ -71,6 +74,11 @@ class Live:
         self.sampled_at_s = now_s - offer.sampled_age_s
         self.prefill_s = 1.0 / (offer.prefill_tokens_per_s or UNKNOWN_PREFILL_TOKENS_PER_S)
         self.step_s = 1.0 / (offer.decode_tokens_per_s or UNKNOWN_DECODE_TOKENS_PER_S)
+        rates = offer.rates
+        # Only compared, never charged: floats will do, and are faster.
+        self.ask_input = float(rates.input)
+        self.ask_output = float(rates.output)
+        self.ask_saved = float(rates.input - rates.cached_input)
         self.kv_s = offer.kv_step_s_per_token
         self.capped = offer.power_fraction < 0.95
         self.cold_s = 0.0

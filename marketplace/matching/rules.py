@@ -20,13 +20,15 @@ class Weights:
     """The same for each second that all tokens together come later than is useful."""
     work: float = 1.0
     """A second of the device's own prefill: what others then wait for. It is why a cached prefix is worth a detour."""
+    crowd_s: float = 0.0
+    """What the last free slot costs over the first: running neighbours slow each other."""
     end: float = 0.0
     """A second until the last token, for work that waits."""
     fill_s: float = 0.0
     """What filling a warm engine is worth against opening another."""
 
 
-INTERACTIVE: Final = Weights(money_s=0.5)
+INTERACTIVE: Final = Weights(money_s=0.5, crowd_s=0.2)
 THROUGHPUT: Final = Weights(money_s=60.0, late=0.0, slow=0.0, work=0.0, end=0.25, fill_s=2.0)
 FLEX: Final = Weights(money_s=600.0, late=0.0, slow=0.0, work=0.0, end=0.05, fill_s=5.0)
 SORT_FACTOR: Final = {Sort.BALANCED: 1.0, Sort.PRICE: 8.0, Sort.LATENCY: 0.05}
