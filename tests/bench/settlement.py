@@ -1,76 +1,72 @@
 """Charges settled a second, beside one ORM commit a charge in the same database. `make bench FIGURES=settlement`.
 
-The database runs as in production: every commit is durable (fsync on). Receipts are made through the hot path before
-the clock starts; both ways post the same lines and leave the same states.
+The workload is fixed: 200 renters, 50 owners, every hold resolved, every receipt traceable to its journal, all checks
+and triggers on; afterwards the books are verified whole. Receipts are made through the hot path before the clock starts;
+both ways post the same lines and leave the same states. Ratio `uncontended`: the rate of 100 writers on one fee account,
+to that of the same writers with a fee account each.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
-import tempfile
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import secrets
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import psycopg
 from sqlalchemy import func, select
 
 import ledger
+from ledger.journal import fingerprint, make_body
 from ledger.models import Balance, Hold, Journal, Posting
 from marketplace.accounts.models import Organisation
 from marketplace.billing.checks import invariants
 from marketplace.billing.service import settle
-from marketplace.core.database import SessionFactory, make_engine, make_session_factory, transaction
-from marketplace.core.migrate import upgrade
-from marketplace.core.settings import Settings
-from marketplace.embedded import EmbeddedStores
+from marketplace.core.database import SessionFactory, transaction
 from marketplace.jobs.hot import Admit
 from marketplace.jobs.models import Job
 from marketplace.jobs.writer import run_batch
 from marketplace.metering.models import Receipt
+from tests.bench.durable import durable_database, seal_all, sessions, timed_s
 from tests.market import Market, make_market, make_node, make_renter
 
 CHARGES = 20_000
 REFERENCE_CHARGES = 400
-RENTERS = 50
-OWNERS = 20
+RENTERS = 200
+OWNERS = 50
 BATCH = 5_000
 HOT_BATCH = 1_000
 CREDIT_NANO = 10**15
+WRITERS = 100
+JOURNALS_A_WRITER = 10
+CONTENTION_ROUNDS = 3
 
 
 def measure(database_url: str) -> dict[str, Any]:
     """One figure on an empty, migrated database. Raises AssertionError if the books are not in order afterwards."""
-    engine = make_engine(Settings(database_url=database_url), application_name="bench")
-    factory = make_session_factory(engine)
-    markets = _markets(factory)
-    try:
+    with sessions(database_url, WRITERS + 4) as factory:
+        markets = _markets(factory)
         _deliver(database_url, markets, REFERENCE_CHARGES)
-        reference = REFERENCE_CHARGES / _timed(lambda: _commit_each(factory))
+        reference = REFERENCE_CHARGES / timed_s(lambda: _commit_each(factory))
         _deliver(database_url, markets, CHARGES)
-        ours = CHARGES / _timed(lambda: _settle_all(factory))
-        with factory() as session:
+        ours = CHARGES / timed_s(lambda: _settle_all(factory))
+        uncontended = _contention(factory)
+        seal_all(factory)
+        with transaction(factory) as session:
             findings = invariants(session)
+            problems = ledger.verify(session).problems
         assert not findings, findings
-    finally:
-        engine.dispose()
+        assert not problems, problems
     return {
         "figure": "settlement.charges_per_s",
         "value": round(ours),
         "unit": "charges/s",
-        "ratios": {"commit_each": round(ours / reference, 1)},
+        "ratios": {"commit_each": round(ours / reference, 1), "uncontended": round(uncontended, 2)},
     }
-
-
-def _timed(work: Any) -> float:
-    started_s = time.perf_counter()
-    work()
-    return time.perf_counter() - started_s
 
 
 def _markets(factory: SessionFactory) -> list[Market]:
@@ -117,21 +113,16 @@ def _commit_each(factory: SessionFactory) -> None:
             balance = session.get_one(Balance, renter.credit_account_id, with_for_update=True)
             balance.posted_nano -= receipt.charge_nano
             balance.held_nano -= receipt.charge_nano
-            journal = Journal(
-                idempotency_key=f"bench:{receipt_id.hex}",
-                kind="settlement",
-                source="bench",
-                outside_id=receipt_id.hex,
-                body_sha256=b"",
-                effective_at=func.now(),
-            )
-            session.add(journal)
-            session.flush()
-            for account_id, nano in (
+            assert renter.credit_account_id is not None
+            lines = (
                 (renter.credit_account_id, receipt.charge_nano),
                 (accounts[owner], -receipt.owner_nano),
                 (accounts[ledger.FEES], -receipt.fee_nano),
-            ):
+            )
+            journal = _journal(receipt_id, lines)
+            session.add(journal)
+            session.flush()
+            for account_id, nano in lines:
                 session.add(Posting(journal_id=journal.id, account_id=account_id, currency="USD", amount_nano=nano))
             hold = session.get_one(Hold, receipt.job_id)
             hold.state, hold.captured_nano, hold.resolved_at = "captured", receipt.charge_nano, func.now()
@@ -139,24 +130,73 @@ def _commit_each(factory: SessionFactory) -> None:
             receipt.journal_id = journal.id
 
 
-@contextmanager
-def durable_database() -> Iterator[str]:
-    """A migrated database of its own: DATABASE_URL if set (it must be empty), else an embedded one."""
-    given = os.environ.get("DATABASE_URL")
-    if given:
-        upgrade(given)
-        yield given
-        return
-    folder = Path(tempfile.mkdtemp(prefix="fallow-bench-"))
-    folder.chmod(0o755)
-    stores = EmbeddedStores(folder)
-    try:
-        url = stores.start().database_url
-        upgrade(url)
-        yield url
-    finally:
-        stores.stop()
-        shutil.rmtree(folder, ignore_errors=True)
+def _journal(receipt_id: UUID, lines: Sequence[tuple[int, int]]) -> Journal:
+    body = make_body(
+        kind="settlement",
+        source="bench",
+        outside_id=receipt_id.hex,
+        lines=[(account_id, "USD", nano) for account_id, nano in lines],
+        effective_at=None,
+        captures_sha256=None,
+        reverses_id=None,
+        memo={},
+        book_id=ledger.MAIN_BOOK,
+        corrects_period_id=None,
+        closing_entry=False,
+    )
+    return Journal(
+        idempotency_key=f"bench:{receipt_id.hex}",
+        kind="settlement",
+        source="bench",
+        outside_id=receipt_id.hex,
+        body_sha256=fingerprint(body),
+        effective_at=func.now(),
+    )
+
+
+def _contention(factory: SessionFactory) -> float:
+    """How fast 100 writers are that share one fee account, beside the same 100 with a fee account each."""
+    shared, apart = [], []
+    for _ in range(CONTENTION_ROUNDS):
+        apart.append(_write_at_once(factory, shared_fees=False))
+        shared.append(_write_at_once(factory, shared_fees=True))
+    return min(apart) / min(shared)
+
+
+def _write_at_once(factory: SessionFactory, *, shared_fees: bool) -> float:
+    """Seconds that WRITERS threads take, each posting its journals of one renter, one owner and the fee."""
+    ref = secrets.token_hex(4)
+    fee_codes = [f"fees-{ref}-{0 if shared_fees else n}" for n in range(WRITERS)]
+    with transaction(factory) as session:
+        specs = [ledger.charted(ledger.renter_credit(f"{ref}-{n}")) for n in range(WRITERS)]
+        specs += [ledger.charted(ledger.owner_pending(f"{ref}-{n}")) for n in range(WRITERS)]
+        specs += [ledger.AccountSpec(code, ledger.Kind.INCOME) for code in fee_codes]
+        ids = ledger.open_accounts(session, [*specs, ledger.charted(ledger.CLEARING)])
+        for n in range(WRITERS):
+            renter = ids[ledger.renter_credit(f"{ref}-{n}")]
+            lines = (ledger.debit(ids[ledger.CLEARING], CREDIT_NANO), ledger.credit(renter, CREDIT_NANO))
+            ledger.post(session, ledger.JournalDraft(f"{ref}-{n}", "top_up", "bench", f"{ref}-{n}", lines))
+    barrier = threading.Barrier(WRITERS + 1)
+
+    def write(number: int) -> None:
+        lines = (
+            ledger.debit(ids[ledger.renter_credit(f"{ref}-{number}")], 1_000),
+            ledger.credit(ids[ledger.owner_pending(f"{ref}-{number}")], 800),
+            ledger.credit(ids[fee_codes[number]], 200),
+        )
+        with factory() as session:
+            session.connection()
+            session.rollback()
+            barrier.wait(timeout=60)
+            for turn in range(JOURNALS_A_WRITER):
+                key = f"{ref}-{number}-{turn}"
+                ledger.post(session, ledger.JournalDraft(key, "charge", "bench", key, lines))
+                session.commit()
+
+    with ThreadPoolExecutor(WRITERS) as threads:
+        done = [threads.submit(write, number) for number in range(WRITERS)]
+        barrier.wait(timeout=60)
+        return timed_s(lambda: [future.result() for future in done])
 
 
 def figures() -> list[dict[str, Any]]:
