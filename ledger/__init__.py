@@ -94,12 +94,14 @@ from ledger.periods import (
 from ledger.posting import PostResult, post, post_many
 from ledger.reports import (
     AccountView,
+    DayNet,
     JournalView,
     LineView,
     Movement,
     find_journal,
     list_accounts,
     movements,
+    nets_by_day,
     read_journals,
 )
 from ledger.reversals import left_of, reverse
@@ -126,6 +128,7 @@ __all__ = [
     "BelowFloor",
     "Capture",
     "CurrencyMismatch",
+    "DayNet",
     "Head",
     "HoldMismatch",
     "HoldNotOpen",
@@ -185,6 +188,7 @@ __all__ = [
     "list_accounts",
     "list_books",
     "movements",
+    "nets_by_day",
     "open_account",
     "open_accounts",
     "open_book",

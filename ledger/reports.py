@@ -151,3 +151,42 @@ def _view(rows: Sequence[Any]) -> JournalView:
         memo=found.memo,
         lines=tuple(LineView(row.code, Kind(row.kind), row.currency, row.amount_nano) for row in rows),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class DayNet:
+    """What one outside reference's accounts gained (or lost: negative) by journals of one UTC day, in nanos.
+
+    A journal that only moves money between accounts of the reference counts nowhere.
+    """
+
+    reference: str
+    on: datetime
+    currency: str
+    nano: int
+
+
+def nets_by_day(session: Session, prefix: str, end: datetime) -> list[DayNet]:
+    """Gains and losses, apart, of every reference whose accounts begin with `prefix`, by journals effective before
+    `end`. In the direction of a liability: a credit is a gain."""
+    each = (
+        select(
+            Account.reference,
+            Posting.currency,
+            func.date_trunc("day", Journal.effective_at, "UTC").label("day"),
+            (-func.sum(Posting.amount_nano)).label("nano"),
+        )
+        .join(Posting, Posting.account_id == Account.id)
+        .join(Journal, Journal.id == Posting.journal_id)
+        .where(Account.code.startswith(prefix, autoescape=True), Journal.effective_at < end)
+        .group_by(Account.reference, Posting.currency, Journal.id)
+        .subquery()
+    )
+    gained = each.c.nano > 0
+    rows = session.execute(
+        select(each.c.reference, each.c.day, each.c.currency, func.sum(each.c.nano).label("nano"))
+        .where(each.c.nano != 0)
+        .group_by(each.c.reference, each.c.day, each.c.currency, gained)
+        .order_by(each.c.reference, each.c.day, gained)
+    )
+    return [DayNet(row.reference or "", row.day, row.currency, int(row.nano)) for row in rows]

@@ -21,6 +21,7 @@ from marketplace.gateway import chat, endpoints, queue_endpoints
 from marketplace.gateway.api import Bounded, make_api
 from marketplace.gateway.cancels import EarlyCancels
 from marketplace.gateway.chat import ChatApp
+from marketplace.gateway.demand import DemandNotes
 from marketplace.gateway.http import Receive, Scope, Send
 from marketplace.gateway.outcomes import Ending
 from marketplace.gateway.pulse import Pulse
@@ -55,6 +56,7 @@ def create_app(settings: Settings) -> Gateway:
         signatures=ReceiptSignatures(session_factory),
         pulse=Pulse(settings, writer, fleet.links, fleet.reservations),
         pump=OutboxPump(session_factory, sender(make_celery(settings))),
+        notes=DemandNotes(session_factory, settings.cluster_secret.get_secret_value().encode()),
     )
     return Gateway(services)
 
@@ -102,6 +104,8 @@ class Gateway:
         services.pulse.start()
         if services.pump is not None:
             services.pump.start()
+        if services.notes is not None:
+            services.notes.start()
         self._queue = QueueRunner(services)
         self._queue.start()
         log.info("gateway_started", gateway=services.settings.gateway_id, models=len(services.catalog.all()))
@@ -128,6 +132,8 @@ class Gateway:
         await services.pulse.wait_idle(LAST_WORDS_S)
         await services.settle_background(LAST_WORDS_S)
         await services.pulse.stop()
+        if services.notes is not None:
+            await services.notes.stop()
         await services.fleet.stop()
         await services.limiter.close()
         await services.catalog.stop()

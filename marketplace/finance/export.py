@@ -7,11 +7,11 @@ formula gets an apostrophe in front.
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import ledger
+from marketplace.finance.files import written
 from marketplace.finance.statement import MICROS_PER_HOUR, DeviceYield, YieldStatement
 from marketplace.metering.models import Receipt
 
@@ -52,20 +52,12 @@ def write_receipts(receipts: Iterable[tuple[Receipt, str]], path: Path) -> Path:
 
 
 def _write(path: Path, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Path:
-    """All or nothing: a reader never finds half a file."""
-    path = path.absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with partial.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(columns)
-            for row in rows:
-                writer.writerow([*row, *[""] * (len(columns) - len(row))])
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return path
+    with written(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        for row in rows:
+            writer.writerow([*row, *[""] * (len(columns) - len(row))])
+    return path.absolute()
 
 
 def _yield_row(statement: YieldStatement, device: DeviceYield) -> list[str]:

@@ -59,6 +59,15 @@ class Period:
         except (ValueError, OverflowError):
             raise InvalidPeriod(f"{text[:40]!r} is no period; give a year, a month (2026-03) or a day.") from None
 
+    def before(self) -> Period:
+        """The period before: by name where this is a day, a month or a year of its zone, else of the same length."""
+        first, end = self.local_start, self.local_end
+        if (first.time(), end.time()) == (time(), time()):
+            earlier = _earlier(first.date(), end.date())
+            if earlier is not None:
+                return Period(_midnight(earlier, self.zone_name), self.start, self.zone_name)
+        return Period(self.start - (self.end - self.start), self.start, self.zone_name)
+
     @property
     def local_start(self) -> datetime:
         return self.start.astimezone(zone(self.zone_name))
@@ -69,6 +78,17 @@ class Period:
 
     def __str__(self) -> str:
         return f"{self.local_start:%Y-%m-%d %H:%M:%S} to {self.local_end:%Y-%m-%d %H:%M:%S} ({self.zone_name})"
+
+
+def _earlier(first: date, end: date) -> date | None:
+    """Where the period before [first, end) begins, if that is a day, a month or a year; else None."""
+    if end == first + timedelta(days=1):
+        return first - timedelta(days=1)
+    if first.day == end.day == 1 and (end.year * 12 + end.month) - (first.year * 12 + first.month) == 1:
+        return (first - timedelta(days=1)).replace(day=1)
+    if (first.month, first.day, end.month, end.day, end.year) == (1, 1, 1, 1, first.year + 1):
+        return date(first.year - 1, 1, 1)
+    return None
 
 
 def _midnight(day: date, zone_name: str) -> datetime:

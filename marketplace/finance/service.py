@@ -21,10 +21,14 @@ from marketplace.accounts.models import Organisation
 from marketplace.accounts.service import UnknownOrganisation
 from marketplace.core.clock import utcnow
 from marketplace.core.database import SessionFactory
+from marketplace.core.errors import BadRequest
 from marketplace.finance import export, repository
 from marketplace.finance.bill import PricedUse, RenterBill
 from marketplace.finance.books import owner_books
+from marketplace.finance.document import Document
+from marketplace.finance.documents import statement_document
 from marketplace.finance.economics import Activity, Capital, Declared, NodeEconomics, economics
+from marketplace.finance.heldback import Held
 from marketplace.finance.models import NodeCost
 from marketplace.finance.period import Period
 from marketplace.finance.statement import (
@@ -48,15 +52,25 @@ __all__ = [
     "UnknownOrganisation",
     "check",
     "last_receipt",
+    "priced_uses",
     "renter_bill",
     "snapshot",
     "summary",
     "trial_balance",
     "unsettled_receipts",
     "write_csv",
+    "write_document",
     "write_receipts_csv",
+    "write_statement",
     "yield_statement",
 ]
+
+
+class InvalidFormat(BadRequest):
+    """There is no such format for this export."""
+
+    code = "invalid_format"
+
 
 DeviceKey = tuple[UUID, str]
 
@@ -100,7 +114,7 @@ def renter_bill(
         organisation_id=organisation_id,
         organisation_name=organisation.name,
         period=period,
-        uses=tuple(_priced_use(row) for row in repository.bill_sums(session, organisation_id, period)),
+        uses=priced_uses(session, organisation_id, period),
         outcomes=repository.outcome_counts(session, organisation_id, period),
         waived_jobs=waived_jobs,
         waived_nano=waived_nano,
@@ -109,6 +123,11 @@ def renter_bill(
         settled_nano=settled_nano,
         closing_nano=closing_nano,
     )
+
+
+def priced_uses(session: Session, organisation_id: UUID, period: Period) -> tuple[PricedUse, ...]:
+    """What a renter was charged in a period, by model and price."""
+    return tuple(_priced_use(row) for row in repository.bill_sums(session, organisation_id, period))
 
 
 def trial_balance(session: Session, as_of: datetime | None = None) -> ledger.TrialBalance:
@@ -134,6 +153,30 @@ def unsettled_receipts(session: Session) -> int:
 def write_csv(statement: YieldStatement, path: Path | str) -> Path:
     """Write a statement as CSV; returns the absolute path. See export for the format."""
     return export.write_statement(statement, Path(path))
+
+
+def write_statement(statement: YieldStatement, path: Path | str, held: Sequence[Held] | None = None) -> Path:
+    """Write a statement in the format of the path's suffix (.csv, .xlsx, .pdf); returns the absolute path.
+
+    Raises InvalidFormat, and NotWritten: nothing is left of it then.
+    """
+    if Path(path).suffix.lower() == ".csv":
+        return write_csv(statement, path)
+    return write_document(statement_document(statement, held), path)
+
+
+def write_document(document: Document, path: Path | str) -> Path:
+    """Write a document as .xlsx or .pdf. Raises InvalidFormat and NotWritten."""
+    suffix = Path(path).suffix.lower()
+    if suffix == ".xlsx":
+        from marketplace.finance import xlsx  # noqa: PLC0415  # a gateway that makes none needs none
+
+        return xlsx.write(document, path)
+    if suffix == ".pdf":
+        from marketplace.finance import pdf  # noqa: PLC0415  # the same
+
+        return pdf.write(document, path)
+    raise InvalidFormat(f"{Path(path).name[:80]!r} ends in no format that can be written here.")
 
 
 def write_receipts_csv(session: Session, statement: YieldStatement, path: Path | str) -> Path:

@@ -24,11 +24,11 @@ from marketplace.gateway.http import (
     read_body,
     send_error,
 )
-from marketplace.gateway.interactive import Caller, Interactive
+from marketplace.gateway.interactive import Caller, Interactive, Placement
 from marketplace.gateway.outcomes import Ending
 from marketplace.gateway.outlets import JsonOutlet, StreamOutlet, abort_connection
 from marketplace.gateway.parse import OFFLOAD_BYTES, ChatRequest, parse_chat
-from marketplace.gateway.quote import measure
+from marketplace.gateway.quote import Measured, measure
 from marketplace.gateway.services import Services
 from marketplace.gateway.sse import ChunkWriter
 from marketplace.jobs.states import Outcome
@@ -114,11 +114,30 @@ class ChatApp:
         interactive = exchange.interactive = Interactive(services, caller, measured, outlet)
         watch = asyncio.create_task(_watch(exchange.receive, interactive))
         try:
-            await interactive.run(await interactive.admit())
+            placement = await self._admit(interactive, measured, principal)
+            await interactive.run(placement)
         finally:
             watch.cancel()
         if isinstance(outlet, StreamOutlet) and outlet.cut:
             abort_connection(exchange.send)
+
+    async def _admit(self, interactive: Interactive, measured: Measured, principal: Principal) -> Placement:
+        """Admit, and note for statements what became of it. Raises what `Interactive.admit` raises."""
+        services, notes = self._services, self._services.notes
+        try:
+            placement = await interactive.admit()
+        except NoCapacity:
+            if notes is not None:
+                offers = measured.offers
+                resting = services.fleet.breakers.resting(
+                    (offer.node_id for offer in offers), measured.variant.id, services.now()
+                )
+                demand = measured.demand(principal.organisation_id)
+                notes.refused(demand, offers, rules=services.fleet.rules, resting=resting)
+            raise
+        if notes is not None:
+            notes.conversation(interactive.job_id, principal.organisation_id, measured.chat.messages)
+        return placement
 
     def _outlet(self, exchange: _Exchange, caller: Caller, chat: ChatRequest) -> StreamOutlet | JsonOutlet:
         if not chat.stream:

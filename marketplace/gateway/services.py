@@ -22,6 +22,7 @@ from marketplace.core.settings import Settings
 from marketplace.core.valkey import ValkeyPipe
 from marketplace.fleet.service import Fleet
 from marketplace.gateway.cancels import EarlyCancels
+from marketplace.gateway.demand import DemandNotes
 from marketplace.gateway.metrics import GatewayMetrics
 from marketplace.gateway.prefixes import PrefixMemory
 from marketplace.gateway.pulse import Pulse
@@ -66,6 +67,8 @@ class Services:
     rng: Random = field(default_factory=Random)
     pump: OutboxPump | None = None
     """Sends committed nudges to the broker at once; without it the worker's timer does, a second later."""
+    notes: DemandNotes | None = None
+    """Keeps for statements what found no room; without it they say that it is unknown."""
     draining: bool = False
     _background: set[asyncio.Task[None]] = field(default_factory=set)
 

@@ -1,0 +1,85 @@
+"""What every export is made from: typed sheets, so that CSV, XLSX and PDF tell the same figures. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from enum import Enum
+from fractions import Fraction
+
+Cell = str | int | float | Fraction | datetime | None
+"""None: unknown, or not declared. Never shown as zero."""
+
+
+class Format(Enum):
+    """What a cell holds."""
+
+    TEXT = "text"
+    COUNT = "count"
+    MONEY = "money"
+    """Whole nano-USD."""
+    RATE = "rate"
+    """Nano-USD per million tokens."""
+    SHARE = "share"
+    """A number of which 1 is all."""
+    HOURS = "hours"
+    """Whole microseconds."""
+    KWH = "kWh"
+    YEARS = "years"
+    TIME = "time"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column. `summed`: its cells add up to the total's."""
+
+    title: str
+    format: Format = Format.TEXT
+    summed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """One table."""
+
+    name: str
+    """At most 31 characters."""
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    total: tuple[Cell, ...] | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One figure that stands at the head."""
+
+    name: str
+    value: Cell
+    format: Format = Format.TEXT
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A statement, an invoice or a report, ready to be written."""
+
+    title: str
+    party: str
+    """Whom it is for."""
+    period: str
+    facts: tuple[Fact, ...]
+    sheets: tuple[Sheet, ...]
+    notes: tuple[str, ...] = ()
+
+
+def totalled(name: str, columns: Sequence[Column], rows: Sequence[tuple[Cell, ...]], *notes: str) -> Sheet:
+    """A sheet whose total is the sum of its summed columns. A column with an unknown cell has no total."""
+    total: list[Cell] = []
+    for place, column in enumerate(columns):
+        cells = [row[place] for row in rows]
+        if column.summed and all(isinstance(cell, int | float | Fraction) for cell in cells):
+            total.append(sum(cell for cell in cells if isinstance(cell, int | float | Fraction)))
+        else:
+            total.append("total" if place == 0 else None)
+    return Sheet(name, tuple(columns), tuple(rows), tuple(total), notes)
