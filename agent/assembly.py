@@ -81,14 +81,14 @@ def _prepare(home: Path, number: int, model: ModelTable, hashes: HashStore) -> t
 
 def _sources(config: AgentConfig) -> list[Source]:
     sources: list[Source] = [CpuSource(DeclaredPower(config.power.idle_watts, config.power.load_watts))]
-    try:
-        gpus = Watched(nvml.open_source())
-    except nvml.NvmlAbsent as absent:
-        log.info("no_gpu reason=%r", str(absent))
-    else:
-        gpus.start()
-        sources.append(gpus)
-    return sources
+    if not nvml.has_library():
+        log.info("no_gpu reason='no NVIDIA driver on this machine'")
+        return sources
+    gpus = Watched(nvml.NvmlSource())
+    gpus.start()
+    if gpus.problem:
+        log.warning("no_gpu reason=%r", gpus.problem)
+    return [*sources, gpus]
 
 
 def build(home: Path, url: str | None = None) -> Daemon:

@@ -97,6 +97,16 @@ class DeviceReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     state: str = "ok"
     """`ok`, `lost`, `refused` (MIG, permissions), `unavailable`."""
     reason: str = ""
+    sm_clock_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    throttle: list[str] | None = None
+    """Why the clocks are held down; empty: they are not."""
+    pcie_generation: int | None = None
+    pcie_width: int | None = None
+    ecc_uncorrected: int | None = None
+    """Uncorrected memory errors over the card's life."""
+    xid: int | None = None
+    """Code of the last critical event since the agent's start."""
 
 
 class Telemetry(Frame, frozen=True, array_like=True, tag="telemetry"):
@@ -160,6 +170,8 @@ class Run(Frame, frozen=True, array_like=True, tag="run"):
     """Time left, in milliseconds from arrival; the clocks of the two machines are never compared."""
     cache_scope: str = ""
     """Opaque. Prefixes are reused only between attempts of one scope, so that tenants cannot time each other."""
+    device_id: str = ""
+    """Which replica of the variant is meant, where a node has one on several devices. Empty: whichever has room."""
 
 
 class Renew(Frame, frozen=True, array_like=True, tag="renew"):
@@ -308,11 +320,11 @@ def decode_from_gateway(message: bytes) -> list[GatewayFrame]:
 
 
 def hello_payload(nonce: bytes, node_id: str, gateway_id: str) -> bytes:
-    """The bytes that an agent signs to prove its key. The gateway's id keeps a signature from being replayed elsewhere."""
+    """The bytes that an agent signs to prove its key. With the gateway's id in them no other gateway takes them."""
     return b"fallow-hello-1\0" + nonce + b"\0" + node_id.encode() + b"\0" + gateway_id.encode()
 
 
-def receipt_payload(
+def receipt_payload(  # noqa: PLR0917 - the order is the signed format
     attempt: bytes, epoch: int, sequence: int, finish_reason: str, usage: UsageReport, text_sha256: bytes
 ) -> bytes:
     """The bytes that an agent signs for one answer: what was delivered, by token class, and a hash of the text."""

@@ -21,6 +21,7 @@ from agent.engines.port import Done, EngineError, EngineEvent, EngineFacts, Engi
 from agent.identity import Identity, IdentityFile
 from agent.protocol import DeviceReport, Run
 from agent.records import Served
+from agent.telemetry.port import Processes
 
 FrameT = TypeVar("FrameT")
 VARIANT = "a" * 64
@@ -242,6 +243,12 @@ class StillSource:
 
     def sample(self) -> list[DeviceReport]:
         return [self.report]
+
+    def processes(self) -> Processes:
+        return {}
+
+    problem = ""
+    needs_restart = False
 
     def close(self) -> None:
         self.closed = True

@@ -9,6 +9,7 @@ from typing import Final
 import psutil
 
 from agent.protocol import DeviceReport
+from agent.telemetry.port import Processes
 
 DEVICE_ID: Final = "cpu"
 _SENSORS: Final = frozenset({"coretemp", "k10temp", "zenpower", "cpu_thermal"})
@@ -58,6 +59,20 @@ class CpuSource:
                 temperature_c=self._temperature_c(),
             )
         ]
+
+    def processes(self) -> Processes:
+        """Everybody may use the processor."""
+        return {}
+
+    @property
+    def problem(self) -> str:
+        """The processor is always there."""
+        return ""
+
+    @property
+    def needs_restart(self) -> bool:
+        """Never."""
+        return False
 
     def close(self) -> None:
         """Holds nothing."""

@@ -5,13 +5,26 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 
 from agent.protocol import DeviceReport
-from agent.telemetry.port import Source
+from agent.telemetry.port import Processes, Source
 
-_STEP_S = 0.2
+_STEP_S: Final = 0.2
+FIRST_SAMPLE_S: Final = 2.0
+"""How long `start` waits for the driver to say what there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    at: float
+    reports: list[DeviceReport] = field(default_factory=list)
+    processes: Processes = field(default_factory=dict)
+    problem: str = ""
+    needs_restart: bool = False
 
 
 class Watched:
@@ -29,33 +42,60 @@ class Watched:
         self._interval_s = interval_s
         self._stale_s = stale_s
         self._clock = clock
-        self._latest: tuple[float, list[DeviceReport]] = (clock(), [])
-        self._ended = threading.Event()
+        self._latest = _Look(clock())
+        self._ended = False
+        self._wake = threading.Event()
+        self._first = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="telemetry", daemon=True)
 
     def start(self) -> None:
-        """Begin sampling."""
+        """Begin sampling. Waits for the first sample, but not for a driver that hangs."""
         self._thread.start()
+        self._first.wait(FIRST_SAMPLE_S)
+
+    def hurry(self) -> None:
+        """Take the next sample now."""
+        self._wake.set()
 
     def sample(self) -> list[DeviceReport]:
-        taken_at, reports = self._latest
-        age_s = self._clock() - taken_at
-        if age_s <= self._stale_s:
-            return reports
+        look = self._latest
+        if not self._stale(look):
+            return look.reports
         return [
             msgspec.structs.replace(report, state="unavailable", reason="the driver does not answer")
             if report.state == "ok"
             else report
-            for report in reports
+            for report in look.reports
         ]
 
+    def processes(self) -> Processes:
+        look = self._latest
+        return dict.fromkeys(look.processes) if self._stale(look) else look.processes
+
+    @property
+    def problem(self) -> str:
+        look = self._latest
+        return "the driver does not answer" if self._stale(look) else look.problem
+
+    @property
+    def needs_restart(self) -> bool:
+        return self._latest.needs_restart
+
     def close(self) -> None:
-        self._ended.set()
-        self._thread.join(timeout=_STEP_S)
+        self._ended = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=_STEP_S)
+
+    def _stale(self, look: _Look) -> bool:
+        return self._clock() - look.at > self._stale_s
 
     def _loop(self) -> None:
-        while not self._ended.is_set():
+        while not self._ended:
             reports = self._source.sample()
-            self._latest = (self._clock(), reports)
-            self._ended.wait(self._interval_s)
+            source = self._source
+            self._latest = _Look(self._clock(), reports, source.processes(), source.problem, source.needs_restart)
+            self._first.set()
+            self._wake.wait(self._interval_s)
+            self._wake.clear()
         self._source.close()

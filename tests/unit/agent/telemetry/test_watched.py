@@ -6,7 +6,7 @@ import threading
 import time
 
 from agent.protocol import DeviceReport
-from agent.telemetry.port import worth_sending
+from agent.telemetry.port import GpuProcess, Processes, worth_sending
 from agent.telemetry.watched import Watched
 
 REPORT = DeviceReport("GPU-1", "gpu", "gpu", memory_total_bytes=8 << 30, memory_used_bytes=1 << 30, power_mw=100_000)
@@ -26,6 +26,12 @@ class StickySource:
             self.release.wait(5)
         self.samples += 1
         return [REPORT]
+
+    def processes(self) -> Processes:
+        return {"GPU-1": (GpuProcess(7, "compute"),)}
+
+    problem = ""
+    needs_restart = False
 
     def close(self) -> None:
         self.closed.set()
