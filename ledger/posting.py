@@ -138,7 +138,8 @@ def post_many(session: Session, drafts: Sequence[JournalDraft]) -> list[PostResu
     for draft in drafts:
         pure.validate(draft)
     unique = {draft.idempotency_key: draft for draft in reversed(drafts)}
-    written = _insert_journals(session, list(unique.values()))
+    known = _known(session, unique.values())
+    written = _insert_journals(session, [draft for key, draft in unique.items() if key not in known])
     fresh = [(written[key], draft) for key, draft in unique.items() if key in written]
     if fresh:
         _apply(session, fresh)
@@ -184,7 +185,23 @@ def change_balances(session: Session, locked: dict[int, Row[Any]], changes: dict
     session.execute(_UPDATE_BALANCES, parameters)
 
 
+def _known(session: Session, drafts: Iterable[JournalDraft]) -> set[str]:
+    """Keys that were used before, among those of drafts that name their time or a period: a repetition answers with
+    the first result even where nothing may be posted any more, so it must not come before the database's guard."""
+    keys = [
+        draft.idempotency_key
+        for draft in drafts
+        if not (draft.effective_at is None and draft.reverses_id is None and draft.corrects_period_id is None)
+    ]
+    if not keys:
+        return set()
+    query = text("select idempotency_key from ledger_journals where idempotency_key = any(cast(:keys as text[]))")
+    return set(session.scalars(query, {"keys": keys}))
+
+
 def _insert_journals(session: Session, drafts: Sequence[JournalDraft]) -> dict[str, int]:
+    if not drafts:
+        return {}
     parameters = {
         "keys": [draft.idempotency_key for draft in drafts],
         "kinds": [draft.kind for draft in drafts],

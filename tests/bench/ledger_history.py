@@ -1,6 +1,6 @@
-"""Reading a long history: a balance as of any instant on an account with a million postings, and a chain verified whole.
+"""Reading a long history: a balance as of any instant on an account with a million postings, and a chain verified.
 
-The history is posted by the ledger's own functions and sealed by its sealer, over 40 days and not in the order of time.
+The history is posted by the ledger's own functions and sealed by its sealer, over 40 days and not in order of time.
 """
 
 from __future__ import annotations

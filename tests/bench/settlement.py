@@ -1,9 +1,9 @@
 """Charges settled a second, beside one ORM commit a charge in the same database. `make bench FIGURES=settlement`.
 
 The workload is fixed: 200 renters, 50 owners, every hold resolved, every receipt traceable to its journal, all checks
-and triggers on; afterwards the books are verified whole. Receipts are made through the hot path before the clock starts;
-both ways post the same lines and leave the same states. Ratio `uncontended`: the rate of 100 writers on one fee account,
-to that of the same writers with a fee account each.
+and triggers on; afterwards the books are verified whole. Receipts are made through the hot path before the clock
+starts; both ways post the same lines and leave the same states. Ratio `uncontended`: the rate of 100 writers on one fee
+account, to that of the same writers with a fee account each.
 """
 
 from __future__ import annotations
