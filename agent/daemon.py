@@ -67,7 +67,7 @@ class Daemon:
             declared_idle_watts=config.power.idle_watts,
             declared_load_watts=config.power.load_watts,
         )
-        self._supervisors = {variant: Supervisor(variant, make, self._dispatch) for variant, make in makers.items()}
+        self._supervisors = {key: Supervisor(key, make, self._dispatch) for key, make in makers.items()}
         self._client = Client(identity.file.url, identity, version(), self)
         self._work: dict[bytes, asyncio.Task[events.WorkEvent]] = {}
         self._stop_requested = asyncio.Event()
@@ -158,12 +158,12 @@ class Daemon:
                 task = self._work.get(attempt)
                 if task is not None and not task.cancelling():
                     task.cancel()
-            case events.StartEngine(variant, generation):
-                self._supervisors[variant].start(generation)
-            case events.StopEngine(variant):
-                self._supervisors[variant].stop()
-            case events.VerifyIdle(variant, generation):
-                self._supervisors[variant].verify(generation)
+            case events.StartEngine(key, generation):
+                self._supervisors[key].start(generation)
+            case events.StopEngine(key, at_once):
+                self._supervisors[key].stop(at_once=at_once)
+            case events.VerifyIdle(key, generation):
+                self._supervisors[key].verify(generation)
 
     def _start_work(self, instruction: events.StartWork) -> None:
         task = asyncio.create_task(self._do_work(instruction), name=f"work-{instruction.attempt.hex()[:8]}")
@@ -189,7 +189,7 @@ class Daemon:
 
     async def _do_work(self, work: events.StartWork) -> events.WorkEvent:
         """Stream one answer out of the engine. Returns how it ended; raises only CancelledError and defects."""
-        engine = self._supervisors[work.variant].engine
+        engine = self._supervisors[work.key].engine
         if engine is None:
             return events.WorkBroke(work.attempt, "engine_died", "the engine is gone", time.monotonic())
         try:
@@ -295,7 +295,7 @@ class Daemon:
             last_error=self._client.last_error,
             available=agent.available,
             unavailable_reason=agent.unavailable_reason,
-            offers=[_offer_status(engine, agent.busy(variant)) for variant, engine in agent.engines.items()],
+            offers=[_offer_status(engine, agent.busy(key)) for key, engine in agent.engines.items()],
             reports_waiting=len(agent.reports),
             counters=asdict(agent.counters),
         )

@@ -1,6 +1,7 @@
 """What happens to the agent (events), and what it is to do about it (instructions).
 
-Times are monotonic seconds. `generation` counts the starts of one engine, so that news about an older one can be told.
+Times are monotonic seconds. `key` names an engine (records.Served.key); `generation` counts its starts, so that news
+about an older one can be told.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class WorkStopped:
 
 @dataclass(frozen=True, slots=True)
 class EngineReady:
-    variant: str
+    key: str
     generation: int
     facts: EngineFacts
     now: float
@@ -88,7 +89,7 @@ class EngineReady:
 class EngineFailed:
     """It did not start, or it is dead."""
 
-    variant: str
+    key: str
     generation: int
     message: str
     now: float
@@ -98,7 +99,7 @@ class EngineFailed:
 class IdleVerified:
     """Answer to VerifyIdle. idle False: the engine still worked when the time for it was up."""
 
-    variant: str
+    key: str
     generation: int
     idle: bool
     now: float
@@ -106,12 +107,19 @@ class IdleVerified:
 
 @dataclass(frozen=True, slots=True)
 class OwnerChanged:
-    """The owner took the machine back, or gave it."""
+    """The owner took the machine back, or gave it; or a part of it, or a part of it failed."""
 
     available: bool
     reason: str
     grace_s: float
+    """What runs may end within it, then its memory is freed. 0: now, without asking the engine to end in order."""
     now: float
+    scope: str = ""
+    """What it is about: empty for the whole machine, else a device's id or a variant's hash."""
+    keep_loaded: bool = False
+    """True: nothing new, but what runs may end, and the engine stays in memory."""
+    fault: bool = False
+    """True: not the owner's wish, the device failed. Its work is moved to other nodes as the node's failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +160,7 @@ class SendTelemetry:
 @dataclass(frozen=True, slots=True)
 class StartWork:
     attempt: bytes
-    variant: str
+    key: str
     body: bytes
     max_output_tokens: int
     cache_scope: str
@@ -166,7 +174,7 @@ class StopWork:
 
 @dataclass(frozen=True, slots=True)
 class StartEngine:
-    variant: str
+    key: str
     generation: int
 
 
@@ -174,14 +182,16 @@ class StartEngine:
 class StopEngine:
     """End the engine's process, whatever it is doing."""
 
-    variant: str
+    key: str
+    at_once: bool = False
+    """The owner waits for the memory: kill it."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyIdle:
     """Ask the engine until it is idle, for a bounded time."""
 
-    variant: str
+    key: str
     generation: int
 
 

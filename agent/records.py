@@ -26,6 +26,16 @@ class Served:
     cached_input_nano_usd_per_mtok: int
     output_nano_usd_per_mtok: int
 
+    @property
+    def key(self) -> str:
+        """Names the engine: a variant has one replica a device, and on the processor there is no more to say."""
+        return self.variant if self.device_id == "cpu" else f"{self.variant}@{self.device_id}"
+
+    @property
+    def scopes(self) -> tuple[str, str, str]:
+        """What a hold may be about to concern this engine."""
+        return "", self.device_id, self.variant
+
 
 class EnginePhase(StrEnum):
     OFF = "off"
@@ -76,17 +86,36 @@ class StopCause(StrEnum):
     LEASE_EXPIRED = "lease_expired"
     OWNER_PREEMPTED = "owner_preempted"
     AGENT_STOPPING = "agent_stopping"
+    DEVICE_LOST = "engine_died"
+    """The card under the engine failed."""
 
 
 STOP_MESSAGES: Final = {
     StopCause.LEASE_EXPIRED: "the lease ran out, or the connection that carried it was lost",
     StopCause.OWNER_PREEMPTED: "the owner took the machine back",
     StopCause.AGENT_STOPPING: "the agent is stopping",
+    StopCause.DEVICE_LOST: "the device failed",
 }
 
 
 class ImpossibleTransition(Exception):
     """A defect in this module: something was asked to do what its state does not allow."""
+
+
+@dataclass(slots=True)
+class Hold:
+    """Why a part of the machine gets no new work now."""
+
+    reason: str
+    until: float
+    """When what still runs is ended; infinite where it may end by itself."""
+    at_once: bool
+    cause: StopCause
+
+    @property
+    def keep_loaded(self) -> bool:
+        """True if the engine stays in memory."""
+        return self.until == float("inf")
 
 
 @dataclass(slots=True)
@@ -122,6 +151,8 @@ class AttemptState:
     """One attempt that occupies a slot."""
 
     run: Run
+    key: str
+    """The engine that works on it."""
     arrived_at: float
     lease_until: float
     deadline_at: float

@@ -68,6 +68,7 @@ from agent.records import (
     Counters,
     EnginePhase,
     EngineState,
+    Hold,
     PendingReport,
     Served,
     StopCause,
@@ -104,19 +105,20 @@ class AgentState:
         declared_idle_watts: float | None = None,
         declared_load_watts: float | None = None,
     ) -> None:
-        self.engines = {item.variant: EngineState(item) for item in served}
+        self.engines = {item.key: EngineState(item) for item in served}
         if len(self.engines) != len(served):
-            raise ValueError("two models of the configuration have the same weights")
+            raise ValueError("two models of the configuration have the same weights on the same device")
         self.attempts: dict[bytes, AttemptState] = {}
         self.reports: dict[bytes, PendingReport] = {}
         self.counters = Counters()
         self.connected = False
-        self.owner_allows = True
-        self.unavailable_reason = ""
+        self.holds: dict[str, Hold] = {}
+        """By scope."""
         self.draining = False
         self._sign = sign
         self._watts = (declared_idle_watts, declared_load_watts)
-        self._yield_at: float | None = None
+        self._end_at: float | None = None
+        """When a stopping agent ends what still runs."""
         self._told: Inventory | None = None
         self._ended: dict[bytes, None] = {}
         self._speeds_at = float("-inf")
@@ -149,14 +151,26 @@ class AgentState:
         """Take one event; the instructions are to be carried out in order, before the next event."""
         self._out = []
         self._handlers[type(event)](event)
-        if self._yield_at is not None and not self.attempts:
+        if self.holds or self.draining:
             self._yield_if_due(event.now)
         return self._out
 
     @property
     def available(self) -> bool:
         """True if new work may be sent."""
-        return self.owner_allows and not self.draining
+        return not self.unavailable_reason
+
+    @property
+    def unavailable_reason(self) -> str:
+        """Why the whole node takes no work; empty if it does."""
+        if self.draining:
+            return "the agent is stopping"
+        hold = self.holds.get("")
+        return hold.reason or "the owner has the machine" if hold is not None else ""
+
+    def held(self, engine: EngineState) -> Hold | None:
+        """What keeps this engine from new work, the whole machine first."""
+        return next((self.holds[scope] for scope in engine.served.scopes if scope in self.holds), None)
 
     @property
     def running(self) -> int:
@@ -176,10 +190,18 @@ class AgentState:
     def inventory(self) -> Inventory:
         """What is served now."""
         return Inventory(
-            offers=[_offer(engine) for engine in self.engines.values() if engine.phase is EnginePhase.READY],
+            offers=[
+                _offer(engine)
+                for engine in self.engines.values()
+                if engine.phase is EnginePhase.READY and not self._held_apart(engine)
+            ],
             declared_idle_watts=self._watts[0],
             declared_load_watts=self._watts[1],
         )
+
+    def _held_apart(self, engine: EngineState) -> bool:
+        """True if this engine is held where the machine as a whole is not (that travels with telemetry)."""
+        return any(scope in self.holds for scope in engine.served.scopes if scope)
 
     # --- the connection -------------------------------------------------------------------------------------------
 
@@ -216,21 +238,25 @@ class AgentState:
             self._resend(report, now)
         if frame.attempt in self.attempts or frame.attempt in self._ended:
             return
-        refusal = self._refusal(frame)
-        if refusal is not None:
+        chosen = self._choose(frame)
+        if isinstance(chosen, tuple):
             self.counters.refused += 1
-            self._out.append(Send(Refused(frame.attempt, frame.epoch, *refusal)))
+            self._out.append(Send(Refused(frame.attempt, frame.epoch, *chosen)))
             return
         deadline_s = frame.deadline_ms / 1000
         self.counters.accepted += 1
         self.attempts[frame.attempt] = AttemptState(
-            run=frame, arrived_at=now, lease_until=now + _lease_s(frame.lease_ms), deadline_at=now + deadline_s
+            run=frame,
+            key=chosen.served.key,
+            arrived_at=now,
+            lease_until=now + _lease_s(frame.lease_ms),
+            deadline_at=now + deadline_s,
         )
         self._out.append(Send(Accepted(frame.attempt, frame.epoch)))
         self._out.append(
             StartWork(
                 attempt=frame.attempt,
-                variant=frame.variant_sha256,
+                key=chosen.served.key,
                 body=frame.body,
                 max_output_tokens=frame.max_output_tokens,
                 cache_scope=frame.cache_scope,
@@ -238,21 +264,32 @@ class AgentState:
             )
         )
 
-    def _refusal(self, frame: Run) -> tuple[str, str] | None:
-        """(code, message) of protocol.REFUSALS, or None if it can run."""
-        if self.draining:
-            return "draining", "the agent is stopping"
-        if not self.owner_allows:
-            return "owner_active", self.unavailable_reason
-        engine = self.engines.get(frame.variant_sha256)
-        if engine is None or engine.phase is not EnginePhase.READY or engine.facts is None:
+    def _choose(self, frame: Run) -> EngineState | tuple[str, str]:
+        """The replica that runs it, or (code, message) of protocol.REFUSALS."""
+        if not self.available:
+            return "draining" if self.draining else "owner_active", self.unavailable_reason
+        replicas = [
+            engine
+            for engine in self.engines.values()
+            if engine.served.variant == frame.variant_sha256 and frame.device_id in ("", engine.served.device_id)
+        ]
+        ready = [engine for engine in replicas if engine.phase is EnginePhase.READY and self.held(engine) is None]
+        if not ready:
+            hold = next((hold for engine in replicas if (hold := self.held(engine)) is not None), None)
+            if hold is not None and hold.cause is not StopCause.DEVICE_LOST:
+                return "owner_active", hold.reason
             return "not_serving", "this variant is not loaded here"
         wanted = frame.prompt_tokens + frame.max_output_tokens
-        if wanted > engine.facts.context_per_slot:
-            return "context_overflow", f"{wanted} tokens asked, a slot has {engine.facts.context_per_slot}"
-        if self.busy(frame.variant_sha256) >= engine.facts.slots:
-            return "slot_taken", f"all {engine.facts.slots} slots are taken"
-        return None
+        fitting = [engine for engine in ready if wanted <= _context(engine)]
+        if not fitting:
+            return "context_overflow", f"{wanted} tokens asked, a slot has {max(map(_context, ready))}"
+        roomy = max(fitting, key=self._free)
+        if self._free(roomy) < 1:
+            return "slot_taken", f"all {_slots(roomy)} slots are taken"
+        return roomy
+
+    def _free(self, engine: EngineState) -> int:
+        return _slots(engine) - self.busy(engine.served.key)
 
     def _renew(self, frame: Renew, now: float) -> None:
         for renewed in frame.attempts:
@@ -302,7 +339,7 @@ class AgentState:
         attempt.last_piece_at = event.now
         attempt.token_ids += len(piece.token_ids)
         if len(piece.extra) > MAX_EXTRA_BYTES:
-            self.engines[attempt.run.variant_sha256].doubtful = True
+            self.engines[attempt.key].doubtful = True
             self._out.append(StopWork(event.attempt))
             self._fail(attempt, "engine_error", "the engine sent an oversized piece", event.now)
             return
@@ -341,7 +378,7 @@ class AgentState:
         if attempt is None:
             return
         attempt.stopped_at = event.now
-        engine = self.engines[attempt.run.variant_sha256]
+        engine = self.engines[attempt.key]
         if attempt.phase is AttemptPhase.STOPPING:
             self._conclude(attempt, event.now)
         else:
@@ -357,7 +394,7 @@ class AgentState:
         if attempt is None or attempt.phase is not AttemptPhase.STOPPING:
             return
         attempt.stopped_at = event.now
-        engine = self.engines[attempt.run.variant_sha256]
+        engine = self.engines[attempt.key]
         engine.doubtful = True
         attempt.move(AttemptPhase.VERIFYING)
         if engine.phase is not EnginePhase.READY or self._in_phase(engine, AttemptPhase.RUNNING):
@@ -442,7 +479,7 @@ class AgentState:
         self._ended[attempt.run.attempt] = None
         while len(self._ended) > MAX_REPORTS:
             self._ended.pop(next(iter(self._ended)))
-        self._verify_if_empty(self.engines[attempt.run.variant_sha256])
+        self._verify_if_empty(self.engines[attempt.key])
 
     def _resend(self, report: PendingReport, now: float) -> None:
         report.resend_at = now + report.pause_s
@@ -451,13 +488,13 @@ class AgentState:
 
     # --- engines --------------------------------------------------------------------------------------------------
 
-    def busy(self, variant: str) -> int:
-        """Slots of this variant that are taken."""
-        return sum(1 for attempt in self.attempts.values() if attempt.run.variant_sha256 == variant)
+    def busy(self, key: str) -> int:
+        """Slots of this engine that are taken."""
+        return sum(1 for attempt in self.attempts.values() if attempt.key == key)
 
     def _in_phase(self, engine: EngineState, *phases: AttemptPhase) -> list[AttemptState]:
-        variant = engine.served.variant
-        return [a for a in self.attempts.values() if a.run.variant_sha256 == variant and a.phase in phases]
+        key = engine.served.key
+        return [a for a in self.attempts.values() if a.key == key and a.phase in phases]
 
     def _verify_if_empty(self, engine: EngineState) -> None:
         """Once a doubtful engine has nothing left that it should do, have it prove that it does nothing."""
@@ -465,10 +502,10 @@ class AgentState:
             return
         if not self._in_phase(engine, AttemptPhase.RUNNING, AttemptPhase.STOPPING):
             engine.verifying = True
-            self._out.append(VerifyIdle(engine.served.variant, engine.generation))
+            self._out.append(VerifyIdle(engine.served.key, engine.generation))
 
     def _idle_verified(self, event: IdleVerified) -> None:
-        engine = self.engines[event.variant]
+        engine = self.engines[event.key]
         if event.generation != engine.generation or not engine.verifying:
             return
         engine.verifying = False
@@ -486,10 +523,10 @@ class AgentState:
         engine.move(EnginePhase.STARTING)
         engine.generation += 1
         engine.doubtful = engine.verifying = False
-        self._out.append(StartEngine(engine.served.variant, engine.generation))
+        self._out.append(StartEngine(engine.served.key, engine.generation))
 
     def _engine_ready(self, event: EngineReady) -> None:
-        engine = self.engines[event.variant]
+        engine = self.engines[event.key]
         if event.generation != engine.generation or engine.phase is not EnginePhase.STARTING:
             return
         engine.move(EnginePhase.READY)
@@ -500,7 +537,7 @@ class AgentState:
         self._out.append(SendTelemetry())
 
     def _engine_failed(self, event: EngineFailed) -> None:
-        engine = self.engines[event.variant]
+        engine = self.engines[event.key]
         if event.generation == engine.generation and engine.phase in (EnginePhase.STARTING, EnginePhase.READY):
             self._engine_down(engine, event.message, event.now)
 
@@ -517,16 +554,16 @@ class AgentState:
         self.counters.engine_restarts += 1
         self._let_go(engine, now, "engine_died", message)
 
-    def _engine_off(self, engine: EngineState, cause: StopCause, now: float) -> None:
+    def _engine_off(self, engine: EngineState, cause: StopCause, now: float, *, at_once: bool) -> None:
         if engine.phase is not EnginePhase.OFF:
             engine.move(EnginePhase.OFF)
-            self._let_go(engine, now, cause.value, STOP_MESSAGES[cause])
+            self._let_go(engine, now, cause.value, STOP_MESSAGES[cause], at_once=at_once)
 
-    def _let_go(self, engine: EngineState, now: float, code: str, message: str) -> None:
+    def _let_go(self, engine: EngineState, now: float, code: str, message: str, *, at_once: bool = False) -> None:
         """The engine's process ends: so does all its work."""
         engine.facts = None
         engine.doubtful = engine.verifying = False
-        self._out.append(StopEngine(engine.served.variant))
+        self._out.append(StopEngine(engine.served.key, at_once))
         for attempt in self._in_phase(engine, *AttemptPhase):
             attempt.stopped_at = attempt.stopped_at or now
             if attempt.phase is not AttemptPhase.VERIFYING:
@@ -540,7 +577,7 @@ class AgentState:
 
     def _measure(self, attempt: AttemptState, usage: Usage) -> None:
         """Keep running averages of what this engine really does, for the matcher's predictions."""
-        engine = self.engines[attempt.run.variant_sha256]
+        engine = self.engines[attempt.key]
         if attempt.began_at is None or attempt.first_piece_at is None or attempt.last_piece_at is None:
             return
         uncached = (usage.prompt_tokens or 0) - (usage.cached_tokens or 0)
@@ -555,40 +592,52 @@ class AgentState:
     # --- owner, end, time -------------------------------------------------------------------------------------------
 
     def _owner_changed(self, event: OwnerChanged) -> None:
-        self.owner_allows = event.available
+        if event.available:
+            self.holds.pop(event.scope, None)
+        else:
+            self._hold(event)
         if self.draining:
             return
-        self.unavailable_reason = "" if event.available else event.reason
         self._out.append(SendTelemetry())
-        if event.available:
-            self._yield_at = None
-            self._start_wanted_engines(event.now)
-        elif any(engine.phase is not EnginePhase.OFF for engine in self.engines.values()):
-            until = event.now + event.grace_s
-            self._yield_at = until if self._yield_at is None else min(self._yield_at, until)
-            self._yield_if_due(event.now)
+        if event.scope:
+            self._tell_inventory()
+        self._start_wanted_engines(event.now)
+        self._yield_if_due(event.now)
+
+    def _hold(self, event: OwnerChanged) -> None:
+        cause = StopCause.DEVICE_LOST if event.fault else StopCause.OWNER_PREEMPTED
+        until = float("inf") if event.keep_loaded else event.now + event.grace_s
+        known = self.holds.get(event.scope)
+        if known is not None and not event.keep_loaded:
+            until = min(until, known.until)
+        self.holds[event.scope] = Hold(event.reason, until, event.grace_s <= 0, cause)
 
     def _on_stopping(self, event: Stopping) -> None:
         grace_s = 0.0 if self.draining else event.grace_s
         self.draining = True
-        self.unavailable_reason = "the agent is stopping"
-        self._yield_at = event.now + grace_s
+        self._end_at = event.now + grace_s
         self._out.append(SendTelemetry())
         self._yield_if_due(event.now)
 
     def _yield_if_due(self, now: float) -> None:
-        """Free the engines' memory once nothing runs, or once the grace is over."""
-        if self._yield_at is None or (self.attempts and now < self._yield_at):
-            return
-        self._yield_at = None
-        cause = StopCause.AGENT_STOPPING if self.draining else StopCause.OWNER_PREEMPTED
+        """Free the memory of engines that are held once nothing runs in them, or once their grace is over."""
         for engine in self.engines.values():
-            self._engine_off(engine, cause, now)
+            if engine.phase is EnginePhase.OFF:
+                continue
+            holds = [self.holds[scope] for scope in engine.served.scopes if scope in self.holds]
+            holds = [hold for hold in holds if not hold.keep_loaded]
+            if holds and (not self.busy(engine.served.key) or now >= min(hold.until for hold in holds)):
+                due = min(holds, key=lambda hold: hold.until)
+                self._engine_off(engine, due.cause, now, at_once=due.at_once)
+            elif self._end_at is not None and (not self.attempts or now >= self._end_at):
+                self._engine_off(engine, StopCause.AGENT_STOPPING, now, at_once=False)
 
     def _start_wanted_engines(self, now: float) -> None:
         if not self.available:
             return
         for engine in self.engines.values():
+            if self.held(engine) is not None:
+                continue
             resting = engine.phase is EnginePhase.RESTING and now >= engine.retry_at
             if engine.phase is EnginePhase.OFF or resting:
                 self._start_engine(engine)
@@ -638,6 +687,14 @@ def _offer(engine: EngineState) -> OfferReport:
         prefill_tokens_per_s=prefill,
         decode_tokens_per_s=decode,
     )
+
+
+def _slots(engine: EngineState) -> int:
+    return engine.facts.slots if engine.facts is not None else 0
+
+
+def _context(engine: EngineState) -> int:
+    return engine.facts.context_per_slot if engine.facts is not None else 0
 
 
 def _usage_report(usage: Usage) -> UsageReport:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from agent.engines.port import Engine, EngineError, EngineFacts
+from agent.engines.port import STOP_GRACE_S, Engine, EngineError, EngineFacts
 from agent.events import EngineEvent, EngineFailed, EngineReady, IdleVerified
 
 log = logging.getLogger("fallow.agent.engine")
@@ -32,11 +32,13 @@ class Supervisor:
     `run` does the work, until cancelled; it ends only after the engine's process is gone.
     """
 
-    def __init__(self, variant: str, make: Callable[[], Engine], dispatch: Callable[[EngineEvent], None]) -> None:
-        self._variant = variant
+    def __init__(self, key: str, make: Callable[[], Engine], dispatch: Callable[[EngineEvent], None]) -> None:
+        self._key = key
+        self._name = log_name(key)
         self._make = make
         self._dispatch = dispatch
         self._wanted: int | None = None
+        self._at_once = False
         self._changed = asyncio.Event()
         self._verifying: asyncio.Task[None] | None = None
         self.engine: Engine | None = None
@@ -51,8 +53,9 @@ class Supervisor:
         self.stopped.clear()
         self._changed.set()
 
-    def stop(self) -> None:
-        """Have none."""
+    def stop(self, *, at_once: bool = False) -> None:
+        """Have none. `at_once` kills it instead of asking it to end."""
+        self._at_once = at_once
         self._wanted = None
         self._changed.set()
 
@@ -60,7 +63,7 @@ class Supervisor:
         """Ask the engine until it is idle or the time is up; answered by IdleVerified."""
         if self._verifying is not None:
             self._verifying.cancel()
-        self._verifying = asyncio.create_task(self._verify(generation), name=f"verify-{self._variant[:8]}")
+        self._verifying = asyncio.create_task(self._verify(generation), name=f"verify-{self._name}")
 
     async def run(self) -> None:
         """The supervisor's task."""
@@ -87,25 +90,25 @@ class Supervisor:
                 return
             self.engine = engine
             log.info(
-                "engine_ready engine=%s variant=%s slots=%d context_per_slot=%d load_s=%.1f",
-                *(facts.name, self._variant[:12], facts.slots, facts.context_per_slot, time.monotonic() - started),
+                "engine_ready engine=%s engine_key=%s slots=%d context_per_slot=%d load_s=%.1f",
+                *(facts.name, self._name, facts.slots, facts.context_per_slot, time.monotonic() - started),
             )
-            self._dispatch(EngineReady(self._variant, generation, facts, time.monotonic()))
+            self._dispatch(EngineReady(self._key, generation, facts, time.monotonic()))
             await self._watch(engine, generation)
         except EngineError as error:
             self._fail(generation, error.message)
         except Exception as error:
             # The edge to an adapter: whatever it raises must cost this engine, not the agent.
-            log.exception("engine_adapter_broke variant=%s", self._variant[:12])
+            log.exception("engine_adapter_broke engine_key=%s", self._name)
             self._fail(generation, f"{type(error).__name__}: {error}")
         finally:
             self.engine = None
             if engine is not None:
-                await engine.stop()
+                await engine.stop(grace_s=0.0 if self._at_once else STOP_GRACE_S)
 
     async def _start(self, engine: Engine, generation: int) -> EngineFacts | None:
         """The facts once it serves, or None if it is no longer wanted. Raises EngineError."""
-        starting = asyncio.create_task(engine.start(), name=f"start-{self._variant[:8]}")
+        starting = asyncio.create_task(engine.start(), name=f"start-{self._name}")
         try:
             while not starting.done():
                 change = asyncio.create_task(self._changed.wait())
@@ -146,8 +149,8 @@ class Supervisor:
         if self._wanted != generation:
             return
         self._wanted = None
-        log.warning("engine_failed variant=%s reason=%r", self._variant[:12], message)
-        self._dispatch(EngineFailed(self._variant, generation, message, time.monotonic()))
+        log.warning("engine_failed engine_key=%s reason=%r", self._name, message)
+        self._dispatch(EngineFailed(self._key, generation, message, time.monotonic()))
 
     async def _verify(self, generation: int) -> None:
         deadline = time.monotonic() + VERIFY_S
@@ -158,7 +161,13 @@ class Supervisor:
             if not idle:
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 2, VERIFY_MAX_PAUSE_S)
-        self._dispatch(IdleVerified(self._variant, generation, idle, time.monotonic()))
+        self._dispatch(IdleVerified(self._key, generation, idle, time.monotonic()))
+
+
+def log_name(key: str) -> str:
+    """A short name of an engine for logs: the beginning of its hash, and its device."""
+    variant, _, device = key.partition("@")
+    return f"{variant[:12]}@{device}" if device else variant[:12]
 
 
 async def _is_idle(engine: Engine) -> bool:

@@ -178,6 +178,7 @@ class ScriptedEngine:
         self.closed = 0
         self.requests: list[EngineRequest] = []
         self.started = self.stopped = False
+        self.grace_s = -1.0
         self.dead = asyncio.Event()
 
     @property
@@ -208,7 +209,8 @@ class ScriptedEngine:
     async def idle(self) -> bool:
         return self.working == 0
 
-    async def stop(self) -> None:
+    async def stop(self, *, grace_s: float = 1.0) -> None:
+        self.grace_s = grace_s
         self.stopped = True
         self.dead.set()
 

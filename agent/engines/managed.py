@@ -26,9 +26,8 @@ import msgspec
 
 from agent.engines.chat_wire import Dialect
 from agent.engines.openai_http import HttpEngine
-from agent.engines.port import EngineError
+from agent.engines.port import STOP_GRACE_S, EngineError
 
-STOP_GRACE_S: Final = 1.0
 KILL_WAIT_S: Final = 5.0
 DEATH_NOTICE_S: Final = 0.5
 """A connection may break a moment before the process is known to be dead."""
@@ -175,12 +174,15 @@ class ManagedEngine(HttpEngine):
         process = self._process
         return process.pid if process is not None and process.returncode is None else None
 
-    async def stop(self) -> None:
-        """End the child: SIGTERM, SIGKILL after a second. Frees its memory and its socket. Never raises."""
-        await self._close()
+    async def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
+        """End the child: SIGTERM, SIGKILL after the grace. Frees its memory and its socket. Never raises."""
         process, self._process = self._process, None
+        if process is not None and grace_s <= 0 and process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.kill()  # before anything that waits: its memory is wanted
+        await self._close()
         if process is not None:
-            await _end(process)
+            await _end(process, grace_s)
         task, self._log_task = self._log_task, None
         if task is not None:
             task.cancel()
@@ -220,8 +222,8 @@ def _unlink_if_dead(path: Path) -> None:
             return
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    for number, patience_s in ((signal.SIGTERM, STOP_GRACE_S), (signal.SIGKILL, KILL_WAIT_S)):
+async def _end(process: asyncio.subprocess.Process, grace_s: float) -> None:
+    for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_WAIT_S)):
         if process.returncode is not None:
             break
         with suppress(ProcessLookupError):

@@ -18,7 +18,7 @@ import aiohttp
 import msgspec
 
 from agent.engines.chat_wire import ChatReader, Dialect, build_body, status_error
-from agent.engines.port import EngineError, EngineEvent, EngineFacts, EngineRequest
+from agent.engines.port import STOP_GRACE_S, EngineError, EngineEvent, EngineFacts, EngineRequest
 from agent.engines.sse import SseDecoder, SseError
 
 PROBE_TIMEOUT_S: Final = 2.0
@@ -253,7 +253,7 @@ class AttachedEngine(HttpEngine):
         version = answer.get("version") if isinstance(answer, dict) else None
         return version[:40] if isinstance(version, str) else "unknown"
 
-    async def stop(self) -> None:
+    async def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
         """Let go of the server; its process is the owner's. Never raises."""
         await self._close()
 

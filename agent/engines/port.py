@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
+
+STOP_GRACE_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,6 @@ class Engine(Protocol):
         reached the engine. Cautious: False also where the engine does not answer in two seconds."""
         ...
 
-    async def stop(self) -> None:
-        """End it: SIGTERM, then SIGKILL after a second. Frees its memory. Never raises."""
+    async def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
+        """End it: SIGTERM, then SIGKILL after `grace_s`; with 0 SIGKILL at once. Frees its memory. Never raises."""
         ...

@@ -14,7 +14,7 @@ import msgspec
 
 from agent.engines.chat_wire import Dialect
 from agent.engines.managed import ManagedEngine
-from agent.engines.port import Done, EngineError, EngineEvent, EngineFacts, EngineRequest, Piece, Progress
+from agent.engines.port import STOP_GRACE_S, Done, EngineError, EngineEvent, EngineFacts, EngineRequest, Piece, Progress
 from agent.engines.simulated import VERSION, Pacer
 from agent.engines.simulation import Fault, FaultKind, Refused, SimEvent, Simulation, SimulationConfig
 
@@ -109,7 +109,7 @@ class InlineSimulatedEngine:
         simulation = self._simulation
         return simulation is not None and simulation.running + simulation.waiting <= self._streams
 
-    async def stop(self) -> None:
+    async def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
         """End it. Never raises."""
         self._simulation = None
         task, self._task = self._task, None

@@ -105,7 +105,7 @@ FATAL_XIDS: Final = {
     143: "the card's start failed",
     154: "the card asks for a reset",
 }
-"""Events after which a card must not get work until it was reset. Others (31, 43, 45 and their like) are a program's."""
+"""Events after which a card must not get work until it was reset. Others (31, 43, 45, ...) are a program's."""
 
 
 def xid_state(xid: int) -> tuple[str, str] | None:

@@ -133,6 +133,7 @@ class Execution:
             lease_ms=int(self._services.settings.lease_s * 1000),
             deadline_ms=max(1, int((work.deadline_at - now) * 1000)),
             cache_scope=self._services.cache_scope(work.organisation_id, offer.node_id),
+            device_id=offer.device_id,
         )
         try:
             self._services.fleet.links.open(offer, attempt_id, run)

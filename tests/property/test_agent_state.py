@@ -68,7 +68,7 @@ class AgentMachine(RuleBasedStateMachine):
         match instruction:
             case events.Send(frame):
                 self.take(frame)
-            case events.StartWork(attempt=attempt, variant=variant):
+            case events.StartWork(attempt=attempt, key=variant):
                 engine = self.agent.engines[variant]
                 assert engine.phase is EnginePhase.READY, "work for an engine that does not serve"
                 assert self.agent.available, "work while the owner has the machine"

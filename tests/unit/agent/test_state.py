@@ -9,7 +9,7 @@ import pytest
 
 from agent import events, protocol, records, state
 from agent.engines.port import EngineFacts, Piece, Usage
-from agent.protocol import Failed, Finished, Inventory, Tokens
+from agent.protocol import Failed, Finished, Inventory, Refused, Tokens
 from agent.records import EnginePhase
 from agent.state import AgentState
 from tests.agent_doubles import VARIANT, run_frame, served
@@ -190,3 +190,86 @@ class TestDefects:
     def test_of_the_configuration_are_refused(self) -> None:
         with pytest.raises(ValueError, match="same weights"):
             AgentState([served(), served()], lambda payload: b"")
+
+
+class TestReplicas:
+    def test_of_one_variant_take_work_in_turn(self) -> None:
+        agent = two_cards()
+        said = [agent.handle(events.GatewaySaid(run_frame(name), 2.0)) for name in (b"a", b"b", b"c", b"d", b"e")]
+        keys = [next((i.key for i in out if isinstance(i, events.StartWork)), "") for out in said]
+        assert sorted(keys[:4]) == [f"{VARIANT}@GPU-0"] * 2 + [f"{VARIANT}@GPU-1"] * 2
+        assert refusals(said[4]) == ["slot_taken"]
+
+    def test_named_by_the_gateway_are_obeyed(self) -> None:
+        agent = two_cards()
+        for name in (b"a", b"b"):
+            (start,) = [
+                i
+                for i in agent.handle(events.GatewaySaid(run_frame(name, device_id="GPU-1"), 2.0))
+                if isinstance(i, events.StartWork)
+            ]
+            assert start.key == f"{VARIANT}@GPU-1"
+        assert refusals(agent.handle(events.GatewaySaid(run_frame(b"c", device_id="GPU-1"), 2.0))) == ["slot_taken"]
+        assert refusals(agent.handle(events.GatewaySaid(run_frame(b"d", device_id="GPU-9"), 2.0))) == ["not_serving"]
+
+
+class TestAHoldOnOneDevice:
+    def test_evicts_its_engine_alone_and_at_once(self) -> None:
+        agent = two_cards()
+        agent.handle(events.GatewaySaid(run_frame(b"a", device_id="GPU-0"), 2.0))
+        agent.handle(events.GatewaySaid(run_frame(b"b", device_id="GPU-1"), 2.0))
+        out = agent.handle(events.OwnerChanged(False, "a game runs", 0.0, 3.0, scope="GPU-0"))
+        assert events.StopEngine(f"{VARIANT}@GPU-0", at_once=True) in out
+        assert [i.frame.code for i in out if isinstance(i, events.Send) and isinstance(i.frame, Failed)] == [
+            "owner_preempted"
+        ]
+        assert list(agent.attempts) == [b"b"]
+        assert [offer.device_id for offer in agent.inventory().offers] == ["GPU-1"]
+        assert agent.available
+        out = agent.handle(events.OwnerChanged(True, "", 0.0, 9.0, scope="GPU-0"))
+        assert events.StartEngine(f"{VARIANT}@GPU-0", 2) in out
+
+    def test_that_drains_lets_running_work_end(self) -> None:
+        agent = two_cards()
+        agent.handle(events.GatewaySaid(run_frame(b"a", device_id="GPU-0"), 2.0))
+        out = agent.handle(events.OwnerChanged(False, "hot", 30.0, 3.0, scope="GPU-0"))
+        assert not any(isinstance(i, events.StopEngine) for i in out)
+        out = agent.handle(events.WorkEnded(b"a", "stop", Usage(), 5.0))
+        assert events.StopEngine(f"{VARIANT}@GPU-0", at_once=False) in out
+
+    def test_that_pauses_keeps_the_engine_loaded(self) -> None:
+        agent = two_cards()
+        out = agent.handle(events.OwnerChanged(False, "dear power", 0.0, 3.0, scope="GPU-0", keep_loaded=True))
+        assert not any(isinstance(i, events.StopEngine) for i in out)
+        assert [offer.device_id for offer in agent.inventory().offers] == ["GPU-1"]
+        refused = agent.handle(events.GatewaySaid(run_frame(b"a", device_id="GPU-0"), 4.0))
+        assert refusals(refused) == ["owner_active"]
+        out = agent.handle(events.OwnerChanged(True, "", 0.0, 5.0, scope="GPU-0"))
+        assert not any(isinstance(i, events.StartEngine) for i in out), "it is loaded"
+
+    def test_for_a_lost_card_is_the_nodes_failure(self) -> None:
+        agent = two_cards()
+        agent.handle(events.GatewaySaid(run_frame(b"a", device_id="GPU-0"), 2.0))
+        out = agent.handle(events.OwnerChanged(False, "lost", 0.0, 3.0, scope="GPU-0", fault=True))
+        assert [i.frame.code for i in out if isinstance(i, events.Send) and isinstance(i.frame, Failed)] == [
+            "engine_died"
+        ]
+
+    def test_on_a_variant_concerns_all_its_replicas(self) -> None:
+        agent = two_cards()
+        agent.handle(events.OwnerChanged(False, "under the floor", 0.0, 3.0, scope=VARIANT, keep_loaded=True))
+        assert agent.inventory().offers == []
+        assert agent.available
+
+
+def two_cards() -> AgentState:
+    agent = AgentState([served(device_id=f"GPU-{number}") for number in range(2)], lambda payload: b"signed")
+    agent.handle(events.Connected(0.0))
+    for key in agent.handle(events.OwnerChanged(True, "", 0.0, 0.0)):
+        if isinstance(key, events.StartEngine):
+            agent.handle(events.EngineReady(key.key, key.generation, FACTS, 1.0))
+    return agent
+
+
+def refusals(out: list[events.Instruction]) -> list[str]:
+    return [i.frame.code for i in out if isinstance(i, events.Send) and isinstance(i.frame, Refused)]
