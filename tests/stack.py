@@ -441,6 +441,15 @@ class Stack:
         """What the agent says about itself."""
         return home.read_status(self.nodes[name].folder)
 
+    def busy(self, name: str) -> int:
+        """Slots that are taken, as the agent says (it says so within a second)."""
+        status = self.status(name)
+        return sum(offer.busy for offer in status.offers) if status is not None else 0
+
+    def at_rest(self, name: str) -> bool:
+        """True if the agent says that its engine has nothing to do."""
+        return self.status(name) is not None and self.busy(name) == 0
+
     def engine_pid(self, name: str) -> int:
         """The engine's process under an agent."""
         part = self.parts[name]
@@ -505,6 +514,11 @@ class Stack:
         for name in dead:
             self.parts[name].start()
         self.wait(*(name for name in dead if name in self.ports))
+        # An agent may be in the middle of a long pause between two tries.
+        waiting = [node.name for node in self.nodes.values() if node.gateway in dead and node.name not in dead]
+        self.kill(*waiting)
+        for name in waiting:
+            self.parts[name].start()
         self.wait_offered()
 
 

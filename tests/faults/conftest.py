@@ -7,11 +7,10 @@ from typing import Any, Final
 
 import pytest
 
-from tests.stack import Node, Stack, attach_logs, running_stack
+from tests.stack import Stack, attach_logs, running_stack
 from tests.vocabularies import smollm2_path
 from tests.witness import assert_invariants
 
-SOLO_SEED: Final = 33
 DEAR: Final = {"ask_input": "1", "ask_cached_input": "0.1", "ask_output": "1000"}
 """300 tokens of output cost 0.30 USD."""
 
@@ -43,7 +42,7 @@ def whole_stack() -> Iterator[Stack]:
             "solo",
             "gw-0",
             model="solo",
-            seed=SOLO_SEED,
+            seed=33,
             slots=32,
             ask=DEAR,
             through_wire=True,
@@ -71,14 +70,3 @@ def stack(whole_stack: Stack) -> Iterator[Stack]:
     yield whole_stack
     whole_stack.heal()
     assert_invariants(whole_stack)
-
-
-def busy(stack: Stack, node: Node) -> int:
-    """Slots that are taken, as the agent says."""
-    status = stack.status(node.name)
-    return sum(offer.busy for offer in status.offers) if status is not None else 0
-
-
-def at_rest(stack: Stack, node: Node) -> bool:
-    """True if the agent says that its engine has nothing to do."""
-    return stack.status(node.name) is not None and busy(stack, node) == 0

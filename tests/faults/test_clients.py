@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from marketplace.billing.service import balance
-from tests.faults.conftest import busy
 from tests.stack import Renter, Stack, until
 from tests.witness import (
     Background,
@@ -55,12 +54,10 @@ class TestAClientThatLeaves:
         client = stack.client(gateway, stack.renter())
 
         def leave(seen: Seen) -> bool:
-            return (
-                len(seen.pieces) >= 70 and until(lambda: busy(stack, stack.nodes["solo"]) == 1, "work at solo") is True
-            )
+            return len(seen.pieces) >= 70 and until(lambda: stack.busy("solo") == 1, "work at solo") is True
 
         seen = stream(client, "Tell me more than I read.", model="solo", on_piece=leave, max_tokens=900)
-        until(lambda: busy(stack, stack.nodes["solo"]) == 0, "an idle engine", within_s=3.5)
+        until(lambda: stack.busy("solo") == 0, "an idle engine", within_s=3.5)
         assert_invariants(stack, [seen])
         assert outcome_of(stack, seen) == "cancelled"
         assert charge_of(stack, seen) >= 70 * 1_000_000  # 1000 USD a million tokens
@@ -69,16 +66,16 @@ class TestAClientThatLeaves:
     def test_an_answer_that_is_not_streamed_frees_the_engine_too(self, stack: Stack, gateway: str) -> None:
         renter = stack.renter()
         connection = raw_request(stack, gateway, renter, body_of(Seen("Not streamed.", 900, "solo")))
-        until(lambda: busy(stack, stack.nodes["solo"]) == 1, "work at solo")
+        until(lambda: stack.busy("solo") == 1, "work at solo")
         connection.close()
-        until(lambda: busy(stack, stack.nodes["solo"]) == 0, "an idle engine", within_s=3.5)
+        until(lambda: stack.busy("solo") == 0, "an idle engine", within_s=3.5)
         assert_invariants(stack)
         assert outcomes_of(stack, renter) == ["cancelled"]
 
     def test_before_the_first_token_pays_nothing(self, stack: Stack) -> None:
         renter = stack.renter()
         connection = raw_request(stack, "gw-0", renter, body_of(Seen(LONG, 50, "solo"), stream=True))
-        until(lambda: busy(stack, stack.nodes["solo"]) == 1, "work at solo")
+        until(lambda: stack.busy("solo") == 1, "work at solo")
         connection.close()
         assert_invariants(stack)
         assert outcomes_of(stack, renter) == ["cancelled_early"]
@@ -98,11 +95,11 @@ class TestAQueuedJobThatIsCancelled:
     def test_while_it_runs_pays_for_what_was_accepted(self, stack: Stack) -> None:
         client = stack.client("gw-1", stack.renter())
         job_id = submit(client, "A long job.", model="solo", max_tokens=900)
-        until(lambda: busy(stack, stack.nodes["solo"]) == 1, "work at solo")
+        until(lambda: stack.busy("solo") == 1, "work at solo")
         client.post(f"/jobs/{job_id}/cancel", cast_to=object)
         shown = ended(client, job_id, within_s=10)
         assert shown["status"] == "cancelled"
-        until(lambda: busy(stack, stack.nodes["solo"]) == 0, "an idle engine", within_s=3.5)
+        until(lambda: stack.busy("solo") == 0, "an idle engine", within_s=3.5)
         assert_invariants(stack)
 
     def test_while_it_waits_is_free(self, stack: Stack) -> None:
@@ -126,7 +123,7 @@ class TestADeadlineThatPasses:
         del stack.parts["gw-hurried"], stack.ports["gw-hurried"]
 
     def test_mid_stream_pays_for_what_was_delivered(self, stack: Stack, hurried: str) -> None:
-        renter = stack.renter()
+        renter = stack.renter(credit_nano=10_000_000_000)
         streamed = stream(stack.client(hurried, renter), "Too long a story.", model="solo", max_tokens=900)
         assert streamed.error == "deadline_exceeded"
         assert streamed.pieces

@@ -6,7 +6,6 @@ import os
 import signal
 import time
 
-from tests.faults.conftest import SOLO_SEED, at_rest
 from tests.stack import Renter, Stack, answers, foretold, until
 from tests.witness import (
     Background,
@@ -27,7 +26,7 @@ def assert_paid_by_us(stack: Stack, seen: Seen) -> None:
         request=seen.request_id,
     )
     assert (outcome, charge) == ("platform_failed", 0)
-    assert 20 <= output <= len(foretold(SOLO_SEED, seen.prompt, seen.max_tokens))
+    assert 20 <= output <= len(foretold(stack.nodes["solo"].seed, seen.prompt, seen.max_tokens))
     assert 0 < owner < loss
 
 
@@ -44,11 +43,11 @@ class TestAGatewayKilledMidStream:
             background.add(stream, own, "I reach the node here.", model="solo", max_tokens=900)
             linked = stack.client("gw-1", stack.renter())
             # Beyond a checkpoint: what it counted is what the owner is paid for.
-            kill = mid_stream(50, lambda: stack.kill("gw-0"))
+            kill = mid_stream(75, lambda: stack.kill("gw-0"))
             background.add(stream, linked, "I reach it over the link.", model="solo", max_tokens=900, on_piece=kill)
             seen = background.all()
         assert [each.error for each in seen] == ["connection", "platform_failed"]
-        until(lambda: at_rest(stack, stack.nodes["solo"]), "an idle engine", within_s=8)
+        until(lambda: stack.at_rest("solo"), "an idle engine", within_s=8)
         assert_invariants(stack, seen)
         for each in seen:
             assert_paid_by_us(stack, each)
@@ -58,11 +57,11 @@ class TestAGatewayKilledMidStream:
     ) -> None:
         client = stack.client("gw-1", stack.renter())
         answered = stream(client, "One answer, then the end.", max_tokens=15)
-        kill = mid_stream(50, lambda: stack.kill("gw-1"))
+        kill = mid_stream(75, lambda: stack.kill("gw-1"))
         seen = stream(client, "And one that breaks.", model="solo", on_piece=kill, max_tokens=900)
         assert answered.complete
         assert seen.error == "connection"
-        until(lambda: at_rest(stack, stack.nodes["solo"]), "an idle engine", within_s=8)
+        until(lambda: stack.at_rest("solo"), "an idle engine", within_s=8)
         assert_invariants(stack, [answered, seen])
         assert_paid_by_us(stack, seen)
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.faults.conftest import at_rest, busy
 from tests.stack import Node, Stack, until
 from tests.witness import (
     Background,
@@ -36,7 +35,7 @@ def running_at(stack: Stack) -> Node:
 
 def begun(stack: Stack, node: Node) -> None:
     """Until the node's engine has the request."""
-    until(lambda: busy(stack, node), f"work at {node.name}")
+    until(lambda: stack.busy(node.name), f"work at {node.name}")
 
 
 def while_it_reads(
@@ -128,7 +127,7 @@ class TestAWireThatBreaks:
 
         seen = stream(client, "Cut the wire.", model="solo", on_piece=mid_stream(5, cut), max_tokens=900)
         assert seen.error == "node_failed"
-        until(lambda: at_rest(stack, solo), "an idle engine", within_s=5)
+        until(lambda: stack.at_rest(solo.name), "an idle engine", within_s=5)
         assert_invariants(stack, [seen])
 
     def test_by_silence_stops_the_engine_when_its_lease_ends(self, stack: Stack) -> None:
@@ -144,7 +143,7 @@ class TestAWireThatBreaks:
             return True
 
         seen = stream(client, "Not a word more.", model="solo", on_piece=leave, max_tokens=900)
-        until(lambda: at_rest(stack, solo), "an idle engine", within_s=8)
+        until(lambda: stack.at_rest(solo.name), "an idle engine", within_s=8)
         assert_invariants(stack, [seen])
         assert outcome_of(stack, seen) == "cancelled"
 

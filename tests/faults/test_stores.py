@@ -132,7 +132,7 @@ class TestPostgresAway:
 
         seen = stream(client, "Who keeps the books?", model="solo", on_piece=mid_stream(5, away), max_tokens=950)
         assert (refused[0].status, refused[0].error) == (503, "unavailable")
-        assert seen.error == "platform_failed", seen
+        assert seen.error in ("platform_failed", "unavailable"), seen
         stack.start_postgres()
         wait_for_database(stack.urls)
         assert_invariants(stack, [seen])

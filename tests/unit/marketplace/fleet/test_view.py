@@ -137,6 +137,12 @@ class TestTwoClaims:
         assert world.view.superseded() == [NODE]
         assert len(world.view.all_offers()) == 1
 
+    def test_an_earlier_one_does_not_end_a_connection_that_has_no_offers_yet(self, world: World) -> None:
+        """A gateway that died is remembered for a while: its nodes, back at another one, must not be sent away."""
+        world.remote(own(), connected_at_us=4)
+        world.local(connected_at_us=5)
+        assert world.view.superseded() == []
+
     def test_a_published_offer_survives_the_wire(self, world: World) -> None:
         offer = own(prefill_tokens_per_s=None, memory_free_bytes=7, unavailable_reason="why", simulated=True)
         world.local(offer)
