@@ -169,6 +169,8 @@ def _respond(world: World, method: str, path: str, reply: Reply) -> Reply:
         return reply
     if fault.kind is FaultKind.SLOW_ANSWER:
         time.sleep(fault.delay_s)
+    if fault.kind is FaultKind.PAUSED_ANSWER:
+        fault.pause()
     reply.lost = fault.kind is FaultKind.LOST
     reply.cut = fault.kind is FaultKind.CUT
     return reply

@@ -25,6 +25,7 @@ class FaultKind(StrEnum):
     ERROR_AFTER = "500 after the effect, remembered under the key"
     LOST = "the effect happens, then the connection closes without an answer"
     CUT = "the effect happens, then the connection closes in the middle of the answer"
+    PAUSED_ANSWER = "the effect happens, then the answer waits until the test lets it go on"
     SLOW_ANSWER = "the effect happens, then the answer waits"
 
 
@@ -48,6 +49,7 @@ STAGES = {
     FaultKind.ERROR_AFTER: Stage.EXECUTION,
     FaultKind.LOST: Stage.RESPONSE,
     FaultKind.CUT: Stage.RESPONSE,
+    FaultKind.PAUSED_ANSWER: Stage.RESPONSE,
     FaultKind.SLOW_ANSWER: Stage.RESPONSE,
 }
 
@@ -137,7 +139,7 @@ class Faults:
 
     def _use(self, fault: Fault) -> None:
         fault.struck += 1
-        if fault.kind is FaultKind.PAUSED:
+        if fault.kind in {FaultKind.PAUSED, FaultKind.PAUSED_ANSWER}:
             self._paused.append(fault)
         if fault.struck >= fault.times:
             self._waiting.remove(fault)

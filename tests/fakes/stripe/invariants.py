@@ -13,6 +13,7 @@ from tests.fakes.stripe.world import World
 def breaches(world: World) -> list[str]:
     """Empty when the stand-in's own books are right."""
     return [
+        *world.accidents,
         *_transactions(world),
         *_balances(world),
         *_charges(world),

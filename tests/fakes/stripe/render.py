@@ -75,7 +75,8 @@ def page(call: Call, items: Iterable[Json]) -> Json:
     limit = params.integer("limit") or DEFAULT_LIMIT
     if limit > MAX_LIMIT:
         raise invalid("The limit must be at most 100.", param="limit", code="parameter_invalid_integer")
-    rows = [item for item in items if _created_within(item, params)][::-1]
+    created_fits = time_filter("created", params)
+    rows = [item for item in items if created_fits(item["created"])][::-1]
     after, before = params.text("starting_after"), params.text("ending_before")
     if after is not None and before is not None:
         raise invalid("You may use only one of starting_after and ending_before.", param="starting_after")
@@ -98,23 +99,17 @@ def _place(rows: list[Json], cursor: str, param: str) -> int:
     raise missing("object", cursor, param=param)
 
 
-def _created_within(item: Json, params: Params) -> bool:
-    return within(item["created"], "created", params)
-
-
-def within(value: int, name: str, params: Params) -> bool:
+def time_filter(name: str, params: Params) -> Callable[[int], bool]:
     """Whether a time fits a filter that is one second or bounds: `created[gte]`."""
     if name not in params:
-        return True
+        return lambda _: True
     if not isinstance(params.plain(name), dict):
-        return value == params.integer(name, minimum=0)
-    bounds = params.inner(name)
-    for bound in bounds.names():
-        if bound not in BOUNDS:
-            raise invalid(f"Received unknown parameter: {name}[{bound}]", param=f"{name}[{bound}]")
-        if not BOUNDS[bound](value, bounds.required_integer(bound, minimum=0)):
-            return False
-    return True
+        wanted = params.integer(name, minimum=0)
+        return lambda value: value == wanted
+    given = params.inner(name)
+    given.check(frozenset(), BOUNDS)
+    bounds = [(BOUNDS[bound], given.required_integer(bound, minimum=0)) for bound in given.names()]
+    return lambda value: all(holds(value, limit) for holds, limit in bounds)
 
 
 def listing(world: World, call: Call, kind: str, *filters: str, source: list[Json] | None = None) -> Json:

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import sys
 import threading
+import traceback
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
@@ -41,13 +42,14 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self._write(Reply(413, b'{"error": {"type": "invalid_request_error", "message": "Too large."}}'))
             return
-        request = Request(
-            self.command,
-            self.path,
-            {name.lower(): value for name, value in self.headers.items()},
-            self.rfile.read(length),
-        )
-        self._write(self._reply(request))
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        request = Request(self.command, self.path, headers, self.rfile.read(length))
+        try:
+            reply = self._reply(request)
+        except Exception:  # the edge: a mistake of the stand-in must be told apart from its faults
+            self.world.accidents.append(f"{request.method} {request.target}: {traceback.format_exc()}")
+            reply = Reply(500, b'{"error": {"type": "api_error", "message": "The stand-in itself failed."}}')
+        self._write(reply)
 
     def _reply(self, request: Request) -> Reply:
         if request.target.startswith("/v1/"):
@@ -88,7 +90,7 @@ class Server:
         self._http = _Http(("127.0.0.1", port), handler)
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
         self._thread = threading.Thread(
-            target=self._http.serve_forever, kwargs={"poll_interval": 0.05}, name="stand-in-stripe", daemon=True
+            target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, name="stand-in-stripe", daemon=True
         )
 
     def start(self) -> None:

@@ -77,6 +77,8 @@ class World:
         """The balance transactions that each automatic payout pays out."""
         self.scheduled: set[str] = set()
         """Connected accounts that the agenda looks at each midnight."""
+        self.accidents: list[str] = []
+        """Mistakes of the stand-in itself, told by its invariants."""
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._call: Call | None = None

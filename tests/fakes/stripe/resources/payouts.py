@@ -8,7 +8,7 @@ from tests.fakes.stripe.balances import PAYOUT, PAYOUT_CANCEL, PAYOUT_FAILURE
 from tests.fakes.stripe.clock import DAY_S, midnight
 from tests.fakes.stripe.currencies import WHOLE_PAYOUTS, check_currency, check_payout
 from tests.fakes.stripe.errors import Json, refused
-from tests.fakes.stripe.render import listing, within
+from tests.fakes.stripe.render import listing, time_filter
 from tests.fakes.stripe.resources.transfers import insufficient
 from tests.fakes.stripe.routes import list_route, route
 from tests.fakes.stripe.world import Call, World
@@ -199,9 +199,9 @@ def retrieve(world: World, call: Call) -> Json:
 
 @list_route("/v1/payouts", "PayoutListParams", "status destination arrival_date")
 def every(world: World, call: Call) -> Json:
-    payouts = world.store.every(call.owner, "payout")
-    timely = [each for each in payouts if within(each["arrival_date"], "arrival_date", call.params)]
-    return listing(world, call, "payout", "status", "destination", source=timely)
+    timely = time_filter("arrival_date", call.params)
+    payouts = [each for each in world.store.every(call.owner, "payout") if timely(each["arrival_date"])]
+    return listing(world, call, "payout", "status", "destination", source=payouts)
 
 
 @route("POST", "/v1/payouts/{id}", "PayoutUpdateParams", "metadata")
