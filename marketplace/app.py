@@ -15,6 +15,7 @@ from marketplace.core.logs import get_logger
 from marketplace.core.pump import OutboxPump
 from marketplace.core.settings import Settings
 from marketplace.core.valkey import ValkeyPipe, connect_async
+from marketplace.finance import endpoints as finance_endpoints
 from marketplace.fleet.service import Fleet
 from marketplace.fleet.wire import LINK_PATH
 from marketplace.gateway import chat, endpoints, queue_endpoints
@@ -67,7 +68,13 @@ class Gateway:
     def __init__(self, services: Services) -> None:
         self.services = services
         self._chat = ChatApp(services)
-        routers = (endpoints.router, endpoints.operations, queue_endpoints.router, services.fleet.router)
+        routers = (
+            endpoints.router,
+            endpoints.operations,
+            queue_endpoints.router,
+            finance_endpoints.router,
+            services.fleet.router,
+        )
         self._api = Bounded(make_api(services, routers), services.settings.body_limit_bytes)
         self._sockets: dict[str, Any] = {
             SOCKET_PATH: services.fleet.agent_socket,

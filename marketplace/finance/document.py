@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
 from fractions import Fraction
+from typing import Final
 
+import ledger
+
+MICROS_PER_HOUR: Final = 3_600_000_000
 Cell = str | int | float | Fraction | datetime | None
 """None: unknown, or not declared. Never shown as zero."""
 
@@ -83,3 +87,45 @@ def totalled(name: str, columns: Sequence[Column], rows: Sequence[tuple[Cell, ..
         else:
             total.append("total" if place == 0 else None)
     return Sheet(name, tuple(columns), tuple(rows), tuple(total), notes)
+
+
+def as_json(document: Document) -> dict[str, object]:
+    """A document as JSON: money and rates as decimal strings of USD, hours and shares as numbers, unknown as null."""
+    return {
+        "object": "document",
+        "title": document.title,
+        "party": document.party,
+        "period": document.period,
+        "facts": [
+            {"name": fact.name, "format": fact.format.value, "value": plain(fact.value, fact.format)}
+            for fact in document.facts
+        ],
+        "sheets": [
+            {
+                "name": sheet.name,
+                "columns": [{"title": column.title, "format": column.format.value} for column in sheet.columns],
+                "rows": [_plain_row(row, sheet.columns) for row in sheet.rows],
+                "total": None if sheet.total is None else _plain_row(sheet.total, sheet.columns),
+                "notes": list(sheet.notes),
+            }
+            for sheet in document.sheets
+        ],
+        "notes": list(document.notes),
+    }
+
+
+def _plain_row(cells: Sequence[Cell], columns: Sequence[Column]) -> list[str | int | float | None]:
+    return [plain(cell, column.format) for cell, column in zip(cells, columns, strict=True)]
+
+
+def plain(cell: Cell, kind: Format) -> str | int | float | None:
+    """A cell for machines."""
+    if cell is None or isinstance(cell, str):
+        return cell
+    if isinstance(cell, datetime):
+        return cell.isoformat()
+    if kind in (Format.MONEY, Format.RATE):
+        return ledger.format_nano(int(cell), min_places=9)
+    if kind is Format.HOURS:
+        return int(cell) / MICROS_PER_HOUR
+    return int(cell) if kind in (Format.COUNT, Format.TEXT) else float(cell)

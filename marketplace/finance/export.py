@@ -7,14 +7,17 @@ formula gets an apostrophe in front.
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import ledger
+from marketplace.finance.document import Cell, Sheet, plain
 from marketplace.finance.files import written
 from marketplace.finance.statement import MICROS_PER_HOUR, DeviceYield, YieldStatement
 from marketplace.metering.models import Receipt
 
+STREAM_ROWS = 1_000
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 STATEMENT_COLUMNS = (
@@ -49,6 +52,38 @@ def write_statement(statement: YieldStatement, path: Path) -> Path:
 def write_receipts(receipts: Iterable[tuple[Receipt, str]], path: Path) -> Path:
     """One row a receipt, with its model's name. Returns the absolute path."""
     return _write(path, RECEIPT_COLUMNS, (_receipt_row(receipt, model) for receipt, model in receipts))
+
+
+def write_sheet(sheet: Sheet, path: Path) -> Path:
+    """One sheet of a document, its total left out: whoever reads it sums. Returns the absolute path."""
+    return _write(Path(path), sheet_columns(sheet), (_sheet_row(row, sheet) for row in sheet.rows))
+
+
+def sheet_columns(sheet: Sheet) -> tuple[str, ...]:
+    """The header of a sheet: `Input USD` is `input_usd`."""
+    return tuple("_".join(column.title.lower().replace(",", "").split()) for column in sheet.columns)
+
+
+def receipt_lines(receipts: Iterable[tuple[Receipt, str]]) -> Iterator[str]:
+    """The same rows as `write_receipts`, as text to be streamed, header first."""
+    buffer = io.StringIO(newline="")
+    writer = csv.writer(buffer)
+    writer.writerow(RECEIPT_COLUMNS)
+    for count, (receipt, model) in enumerate(receipts, start=1):
+        writer.writerow(_receipt_row(receipt, model))
+        if count % STREAM_ROWS == 0:
+            yield buffer.getvalue()
+            buffer.seek(0)
+            buffer.truncate()
+    yield buffer.getvalue()
+
+
+def _sheet_row(cells: Sequence[Cell], sheet: Sheet) -> list[str]:
+    values = [plain(cell, column.format) for cell, column in zip(cells, sheet.columns, strict=True)]
+    return [
+        "" if value is None else text_cell(cell) if isinstance(cell, str) else str(value)
+        for cell, value in zip(cells, values, strict=True)
+    ]
 
 
 def _write(path: Path, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Path:

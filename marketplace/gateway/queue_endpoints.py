@@ -82,6 +82,8 @@ async def submit(
         # Whatever broke, the request gets its outcome; the application's own edge answers.
         await _record_refusal(services, principal, request_id, FallowError("Something broke on our side."))
         raise
+    if services.notes is not None:
+        services.notes.conversation(accepted.job_id, principal.organisation_id, chat.messages)
     if services.pump is not None:
         services.pump.wake()
     response.headers.update(limits.headers())
