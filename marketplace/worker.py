@@ -28,6 +28,8 @@ SCHEDULE_S: Final = {
     "billing.verify": 3600.0,
 }
 """Task -> its period in seconds."""
+MAX_TICK_LIFE_S: Final = 300.0
+"""No tick is worth doing later than this: after an outage they must not all come at once."""
 QUIET_LOGGERS: Final = ("celery.worker.strategy", "celery.app.trace")
 """They say of each tick that it came and went; failures are warnings and above."""
 
@@ -42,7 +44,9 @@ def make_worker(settings: Settings) -> Celery:
                 "task": name,
                 "schedule": every_s,
                 # A tick that waited for longer than its period is stale: the next one is there.
-                "options": {"expires": max(every_s * 2, 5.0) if every_s < NUDGE_LIFE_S else every_s},
+                "options": {
+                    "expires": max(every_s * 2, 5.0) if every_s < NUDGE_LIFE_S else min(every_s, MAX_TICK_LIFE_S)
+                },
             }
             for name, every_s in SCHEDULE_S.items()
         },

@@ -6,8 +6,8 @@ from uuid import UUID
 
 import pytest
 
-from ledger import Capture, InvalidJournal, JournalDraft, Line, Money, credit, debit
-from ledger.journal import body, body_sha256, differing, inverse, validate
+from ledger import Capture, Head, InvalidAmount, InvalidJournal, JournalDraft, Line, Money, credit, debit
+from ledger.journal import body, body_sha256, differing, inverse, portion, validate
 
 HOLD = UUID(int=7)
 DRAFT = JournalDraft("key", "charge", "jobs", "batch-1", (debit(1, 100), credit(2, 80), credit(3, 20)))
@@ -72,3 +72,42 @@ class TestFingerprint:
 
 def test_the_inverse_takes_each_line_back() -> None:
     assert inverse(DRAFT.lines) == (Line(1, Money(-100)), Line(2, Money(80)), Line(3, Money(20)))
+
+
+class TestPortions:
+    LEFT = (Line(1, Money(100)), Line(2, Money(-73)), Line(3, Money(-27)))
+
+    def test_parts_follow_the_whole_and_sum_to_it(self) -> None:
+        left = {line.account_id: line.amount.nano for line in self.LEFT}
+        for nano, fee_left in ((30, 19), (20, 14), (50, 0)):
+            lines = [Line(account, Money(kept)) for account, kept in left.items()]
+            for line in portion(lines, nano):
+                left[line.account_id] += line.amount.nano
+            assert left[3] == -fee_left
+        assert set(left.values()) == {0}
+
+    def test_each_part_balances(self) -> None:
+        for nano in range(1, 101):
+            assert sum(line.amount.nano for line in portion(self.LEFT, nano)) == 0
+
+    @pytest.mark.parametrize("nano", [0, -1, 1.5])
+    def test_what_is_no_amount_is_refused(self, nano: int) -> None:
+        with pytest.raises(InvalidAmount):
+            portion(self.LEFT, nano)
+
+    def test_more_than_is_left_and_two_currencies_are_refused(self) -> None:
+        with pytest.raises(InvalidJournal, match="more than"):
+            portion(self.LEFT, 101)
+        with pytest.raises(InvalidJournal, match="currency"):
+            portion((*self.LEFT, Line(4, Money(1, "EUR")), Line(5, Money(-1, "EUR"))), 1)
+
+
+class TestHeads:
+    def test_a_head_survives_being_written_down(self) -> None:
+        head = Head(1, 42, bytes(range(32)))
+        assert Head.parse(f" {head}\n") == head
+
+    @pytest.mark.parametrize("text", ["", "1:2", "1:2:zz", "a:2:00"])
+    def test_what_is_no_head_is_refused(self, text: str) -> None:
+        with pytest.raises(ValueError):
+            Head.parse(text)

@@ -54,3 +54,26 @@ class TestCheckTask:
         with transaction(session_factory) as session:
             session.execute(text("delete from outcomes"))
         assert tasks.check() == 2
+
+
+class TestSealAndVerifyTasks:
+    def test_what_was_posted_is_sealed_and_verified(
+        self, database_url: str, session_factory: SessionFactory, market: Market
+    ) -> None:
+        deliver(database_url, market, 10)
+        tasks.settle()
+        with session_factory() as session:
+            journals = session.scalar(text("select count(*) from ledger_journals"))
+        assert tasks.seal() == journals
+        assert tasks.seal() == 0
+        assert tasks.verify() == 0
+
+    def test_every_problem_is_counted(self, session_factory: SessionFactory, market: Market) -> None:
+        with transaction(session_factory) as session:
+            session.execute(text("alter table ledger_journals disable trigger ledger_journals_append_only"))
+            session.execute(text("update ledger_balances set posted_nano = posted_nano + 1"))
+        assert tasks.verify() == 2
+
+    def test_it_stops_when_its_time_is_up(self, market: Market, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tasks, "SEAL_TIME_S", -1.0)
+        assert tasks.seal() == 1
