@@ -15,7 +15,7 @@ from tests.fakes.stripe.errors import Json, StripeError, api_error, rate_limited
 from tests.fakes.stripe.faults import Fault, FaultKind, Stage
 from tests.fakes.stripe.forms import Params, decode
 from tests.fakes.stripe.idempotency import Entry, in_use
-from tests.fakes.stripe.render import not_permitted, render
+from tests.fakes.stripe.render import render
 from tests.fakes.stripe.routes import Route, match
 from tests.fakes.stripe.world import Call, World
 
@@ -46,7 +46,7 @@ class Reply:
 
 def answer(world: World, request: Request) -> Reply:
     """Serve one request of the API; never raises a StripeError."""
-    request_id = world.ids.new("req")
+    request_id = world.ids.request()
     headers = {"Request-Id": request_id}
     try:
         return _serve(world, request, headers)
@@ -88,7 +88,7 @@ def _execute_once(
     world: World, route: Route, call: Call, path: str, key: str, headers: dict[str, str]
 ) -> tuple[int, bytes]:
     with world.lock:
-        known = world.keys.claim(call.owner, key, path, decode_again(call), headers["Request-Id"])
+        known = world.keys.claim(call.owner, key, path, _plain(call), headers["Request-Id"])
     if known is not None:
         headers["Idempotent-Replayed"] = "true"
         headers["Original-Request"] = known.request_id
@@ -102,7 +102,7 @@ def _execute_once(
     return status, body
 
 
-def decode_again(call: Call) -> Json:
+def _plain(call: Call) -> Json:
     """The parameters as plain data, to compare a repetition with its original."""
     return {name: call.params.plain(name) for name in call.params.names()}
 
@@ -193,11 +193,21 @@ def _authenticate(world: World, request: Request) -> str:
     account = request.headers.get("stripe-account")
     if account is None or account == world.platform:
         return world.platform
-    call = Call(owner=world.platform, params=Params({}))
     with world.lock:
         if account not in world.connected():
-            raise not_permitted(call, account)
+            raise _not_permitted(account)
     return account
+
+
+def _not_permitted(account: str) -> StripeError:
+    return StripeError(
+        403,
+        "invalid_request_error",
+        f"The provided key does not have access to account '{account}' (or that account does not exist). Application "
+        f"access may have been revoked.",
+        code="account_invalid",
+        saved=False,
+    )
 
 
 def _key(header: str) -> str:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import random
 import string
+from collections.abc import Sequence
+from typing import TypeVar
 
 ALPHABET = string.ascii_letters + string.digits
-LENGTHS = {"acct": 16, "cus": 14, "req": 14, "cs": 58, "whsec": 32}
+Item = TypeVar("Item")
+LENGTHS = {"acct": 16, "cus": 14, "cs": 58, "whsec": 32}
 
 
 class Ids:
-    """Draws from one seeded stream."""
+    """Draws from seeded streams; those of requests and of shuffles stand apart, so that reading changes no object's id.
+
+    Objects are named under the world's lock. Requests are numbered without it: one draw is one bound method call.
+    """
 
     def __init__(self, seed: int, *, livemode: bool) -> None:
         self._random = random.Random(seed)
+        self._requests = random.Random(f"requests of {seed}")
+        self._shuffles = random.Random(f"shuffles of {seed}")
         self._checkout = "cs_live" if livemode else "cs_test"
 
     def new(self, prefix: str) -> str:
@@ -24,6 +32,10 @@ class Ids:
     def letters(self, count: int) -> str:
         return "".join(self._random.choices(ALPHABET, k=count))
 
-    def shuffled(self, items: list[str]) -> list[str]:
+    def request(self) -> str:
+        """The id of an HTTP request."""
+        return f"req_{self._requests.getrandbits(80):020x}"
+
+    def shuffled(self, items: Sequence[Item]) -> list[Item]:
         """A seeded permutation."""
-        return self._random.sample(items, len(items))
+        return self._shuffles.sample(items, len(items))

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tests.fakes.stripe.errors import Json, StripeError, invalid, missing
+from tests.fakes.stripe.errors import Json, invalid, missing
 from tests.fakes.stripe.forms import Params
 from tests.fakes.stripe.world import Call, World
 
@@ -117,15 +117,3 @@ def listing(world: World, call: Call, kind: str, *filters: str, source: list[Jso
     wanted = {name: call.params.text(name) for name in filters if name in call.params}
     items = world.store.every(call.owner, kind) if source is None else source
     return page(call, [item for item in items if all(item.get(name) == value for name, value in wanted.items())])
-
-
-def not_permitted(call: Call, account: str) -> StripeError:
-    """A connected account that the key does not reach."""
-    return StripeError(
-        403,
-        "invalid_request_error",
-        f"The provided key does not have access to account '{account}' (or that account does not exist). Application "
-        f"access may have been revoked.",
-        code="account_invalid",
-        saved=False,
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -90,12 +91,12 @@ class StandInStripe:
     def get(self, identifier: str) -> Json:
         """A copy of any object, of whichever account."""
         with self._looking():
-            return dict(self._owner(identifier)[1])
+            return copy.deepcopy(self._owner(identifier)[1])
 
     def every(self, kind: str, account: str | None = None) -> list[Json]:
         """Copies of all objects of one kind (`transfer`, `payout`), oldest first."""
         with self._looking() as world:
-            return [dict(each) for each in world.store.every(account or world.platform, kind)]
+            return [copy.deepcopy(each) for each in world.store.every(account or world.platform, kind)]
 
     def events(self, kind: str | None = None, account: str | None = None) -> list[Json]:
         """Events of the platform, or of one connected account, oldest first."""
@@ -198,13 +199,13 @@ class StandInStripe:
         """The customer completes a Checkout session, with a card by name or one saved; a decline raises StripeError."""
         with self._looking() as world:
             _, session = self._owner(session_id)
-            return dict(checkout.complete(world, session, card=card, email=email, authenticates=authenticates))
+            return copy.deepcopy(checkout.complete(world, session, card=card, email=email, authenticates=authenticates))
 
     def authenticate(self, intent_id: str, *, succeeds: bool = True) -> Json:
         """The customer comes back from their bank's page."""
         with self._looking() as world:
             owner, intent = self._owner(intent_id)
-            return dict(payment_intents.finish_authentication(world, owner, intent, succeeds=succeeds))
+            return copy.deepcopy(payment_intents.finish_authentication(world, owner, intent, succeeds=succeeds))
 
     def settle_debit(self, intent_id: str, *, succeeds: bool = True) -> Json:
         """The bank answers a debit that is processing."""
@@ -212,7 +213,7 @@ class StandInStripe:
             owner, intent = self._owner(intent_id)
             payment_intents.finish_debit(world, owner, intent, succeeds=succeeds)
             checkout.settle_delayed(world, owner, intent)
-            return dict(intent)
+            return copy.deepcopy(intent)
 
     def change_card(self, payment_method_id: str, card: str | Card) -> None:
         """From now on a saved card behaves as another one: it expires, is blocked, asks for authentication."""
@@ -230,73 +231,73 @@ class StandInStripe:
             if data["object"] == "payment_intent":
                 data = world.store.get(owner, "charge", data["latest_charge"])
             opened = disputes.open_dispute(world, owner, data, amount=amount, reason=reason, inquiry=inquiry)
-            return dict(opened)
+            return copy.deepcopy(opened)
 
     def escalate(self, dispute_id: str) -> Json:
         """An inquiry becomes a dispute."""
         with self._looking() as world:
             owner, dispute = self._owner(dispute_id)
             disputes.escalate(world, owner, dispute)
-            return dict(dispute)
+            return copy.deepcopy(dispute)
 
     def close_dispute(self, dispute_id: str, *, won: bool, fee_returned: bool = False) -> Json:
         """The bank decides."""
         with self._looking() as world:
             owner, dispute = self._owner(dispute_id)
             disputes.close(world, owner, dispute, won=won, fee_returned=fee_returned)
-            return dict(dispute)
+            return copy.deepcopy(dispute)
 
     def fail_refund(self, refund_id: str, reason: str = "lost_or_stolen_card") -> Json:
         """The bank sends a refund back."""
         with self._looking() as world:
             owner, refund = self._owner(refund_id)
             refunds.fail(world, owner, refund, reason)
-            return dict(refund)
+            return copy.deepcopy(refund)
 
     def complete_refund(self, refund_id: str) -> Json:
         """A pending refund goes through."""
         with self._looking() as world:
             owner, refund = self._owner(refund_id)
             refunds.succeed(world, owner, refund)
-            return dict(refund)
+            return copy.deepcopy(refund)
 
     def arrive(self, payout_id: str) -> Json:
         """A payout is paid before its day."""
         with self._looking() as world:
             owner, payout = self._owner(payout_id)
             payouts.arrive(world, owner, payout)
-            return dict(payout)
+            return copy.deepcopy(payout)
 
     def fail_payout(self, payout_id: str, code: str = "account_closed", *, disables_bank: bool = True) -> Json:
         """The bank sends a payout back, also after it was paid."""
         with self._looking() as world:
             owner, payout = self._owner(payout_id)
             payouts.fail(world, owner, payout, code, disables_bank=disables_bank)
-            return dict(payout)
+            return copy.deepcopy(payout)
 
     # What Stripe does
 
     def onboard(self, account_id: str, *, verified: bool = True) -> Json:
         """The owner fills in the onboarding form; unverified, `verify` follows."""
         with self._looking() as world:
-            return dict(accounts.submit(world, account_id, verified=verified))
+            return copy.deepcopy(accounts.submit(world, account_id, verified=verified))
 
     def verify(self, account_id: str) -> Json:
         """Verification ends well."""
         with self._looking() as world:
-            return dict(accounts.verify(world, account_id))
+            return copy.deepcopy(accounts.verify(world, account_id))
 
     def require(self, account_id: str, *due: str, past: bool = True) -> Json:
         """Stripe asks for more; `past` disables the account until `verify`."""
         with self._looking() as world:
-            return dict(accounts.require(world, account_id, list(due), past=past))
+            return copy.deepcopy(accounts.require(world, account_id, list(due), past=past))
 
     def reject(self, account_id: str, reason: str = "fraud") -> Json:
         """Stripe closes an account."""
         with self._looking() as world:
             account = accounts.get(world, account_id)
             accounts.close(world, account, reason)
-            return dict(account)
+            return copy.deepcopy(account)
 
     def add_bank(self, account_id: str, *, currency: str | None = None) -> Json:
         """The owner enters another bank account."""
@@ -304,7 +305,7 @@ class StandInStripe:
             account = accounts.get(world, account_id)
             bank = accounts.add_bank(world, account, currency=currency)
             accounts.repair_bank(world, account)
-            return dict(bank)
+            return copy.deepcopy(bank)
 
     def adjust(
         self, amount: int, *, currency: str = "usd", account: str | None = None, why: str = "adjustment"
@@ -312,7 +313,7 @@ class StandInStripe:
         """Book something on a balance, as Stripe does for its own reasons; may take it below zero."""
         with self._looking() as world:
             owner = account or world.platform
-            return dict(world.balances.post(owner, ADJUSTMENT, amount, currency, source=None, description=why))
+            return copy.deepcopy(world.balances.post(owner, ADJUSTMENT, amount, currency, source=None, description=why))
 
     def top_up(self, amount: int, *, currency: str = "usd") -> Json:
         """The platform adds money from its own bank, available at once."""
@@ -321,4 +322,4 @@ class StandInStripe:
             line = world.balances.post(world.platform, TOPUP, amount, currency, source=topup["id"])
             topup["balance_transaction"] = line["id"]
             world.emit("topup.succeeded", topup, world.platform)
-            return dict(topup)
+            return copy.deepcopy(topup)

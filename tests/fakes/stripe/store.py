@@ -55,9 +55,6 @@ class Store:
         """All of one kind, oldest first."""
         return [self._records[identifier].data for identifier in self._by_kind[owner, kind]]
 
-    def owners(self, kind: str) -> list[str]:
-        return [owner for owner, of_kind in self._by_kind if of_kind == kind]
-
     def drop(self, identifier: str) -> None:
         """Forget an object that Stripe no longer keeps."""
         record = self._records[identifier]

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Literal
 from urllib.parse import urlsplit
@@ -45,7 +45,7 @@ class Endpoint:
         return "*" in self.enabled_events or event["type"] in self.enabled_events
 
 
-@dataclass
+@dataclass(eq=False)
 class Delivery:
     """One event on its way to one endpoint."""
 
@@ -53,7 +53,6 @@ class Delivery:
     endpoint: Endpoint
     due_at: int
     attempts: int = 0
-    answers: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -202,8 +201,7 @@ class Webhooks:
         if order == "reversed":
             return batch[::-1]
         if order == "shuffled":
-            places = self._ids.shuffled([str(index) for index in range(len(batch))])
-            return [batch[int(place)] for place in places]
+            return self._ids.shuffled(batch)
         return batch
 
     def _attempt(self, delivery: Delivery) -> Answer:

@@ -21,21 +21,28 @@ def create(world: World, call: Call) -> Json:
     metadata = params.metadata()
     amount = charge["amount"] - charge["amount_refunded"] if asked is None else asked
     _check(world, call.owner, charge, amount)
-    refund = _new_refund(world, call.owner, charge, amount, reason, metadata)
+    return give_back(world, call.owner, charge, amount, reason=reason, metadata=metadata)
+
+
+def give_back(
+    world: World, owner: str, charge: Json, amount: int, *, reason: str | None = None, metadata: Json | None = None
+) -> Json:
+    """Give money back, or wait until the balance suffices."""
+    refund = _new_refund(world, owner, charge, amount, reason, metadata or {})
     card = world.cards[charge["payment_method"]]
     if card.refund_pends:
         refund.update(status="pending", pending_reason="processing")
-    elif world.spendable(call.owner, charge["currency"]) < amount:
+    elif world.spendable(owner, charge["currency"]) < amount:
         refund.update(status="pending", pending_reason="insufficient_funds")
-        world.schedule(world.clock.now() + RETRY_S, lambda: _retry(world, call.owner, refund))
+        world.schedule(world.clock.now() + RETRY_S, lambda: _retry(world, owner, refund))
     else:
-        _take(world, call.owner, refund)
+        _take(world, owner, refund)
     refunded = charge["amount_refunded"] + amount
     previous = world.change(charge, amount_refunded=refunded, refunded=refunded == charge["amount"])
-    world.emit("refund.created", refund, call.owner)
-    world.emit("charge.refunded", charge, call.owner, previous)
+    world.emit("refund.created", refund, owner)
+    world.emit("charge.refunded", charge, owner, previous)
     if card.refund_fails:
-        world.schedule(world.clock.now(), lambda: fail(world, call.owner, refund))
+        world.schedule(world.clock.now(), lambda: fail(world, owner, refund))
     return refund
 
 
@@ -120,6 +127,8 @@ def _retry(world: World, owner: str, refund: Json) -> None:
 
 def succeed(world: World, owner: str, refund: Json) -> None:
     """A pending refund goes through."""
+    if refund["status"] != "pending":
+        raise refused(f"This refund is not pending: {refund['status']}.")
     _take(world, owner, refund)
     previous = world.change(refund, status="succeeded")
     refund.pop("pending_reason", None)
@@ -129,6 +138,8 @@ def succeed(world: World, owner: str, refund: Json) -> None:
 
 def fail(world: World, owner: str, refund: Json, reason: str = "lost_or_stolen_card") -> None:
     """The bank sent a refund back: its money returns, and the charge counts as less refunded."""
+    if refund["status"] not in {"pending", "succeeded"}:
+        raise refused(f"This refund cannot fail: {refund['status']}.")
     changes: Json = {"status": "failed", "failure_reason": reason}
     if refund["balance_transaction"] is not None:
         returned = world.balances.post(
