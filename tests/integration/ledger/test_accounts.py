@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from uuid import uuid4
@@ -11,6 +13,7 @@ from sqlalchemy.orm import Session
 
 import ledger
 from ledger import Capture, JournalDraft, Kind, credit, debit
+from marketplace.core.database import SessionFactory, transaction
 from tests.integration.ledger.conftest import Books, top_up
 
 LATER = datetime(2100, 1, 1, tzinfo=UTC)
@@ -199,3 +202,22 @@ class TestRebuilding:
         assert ledger.verify(session).problems == ()
         assert ledger.available(session, books.renter) == ledger.Available(10, 4)
         session.rollback()
+
+
+def test_nothing_at_the_same_time_gets_above_a_limit(session_factory: SessionFactory, books: Books) -> None:
+    with transaction(session_factory) as session:
+        ledger.set_bounds(session, books.renter, floor_nano=0, limit_nano=100)
+    barrier = threading.Barrier(8)
+
+    def pay_in(number: int) -> bool:
+        with session_factory() as session:
+            barrier.wait(timeout=30)
+            try:
+                ledger.post(session, top_up(books, 30, f"k{number}"))
+            except ledger.AboveLimit:
+                return False
+            session.commit()
+            return True
+
+    with ThreadPoolExecutor(8) as threads:
+        assert sum(threads.map(pay_in, range(8))) == 3
