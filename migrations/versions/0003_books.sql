@@ -185,8 +185,8 @@ begin
       when duplicate_object or unique_violation then null;
       when insufficient_privilege then
         if not exists (select from pg_roles where rolname = role_name) then
-          raise warning 'role % is missing and may not be created by %: create it and migrate again', role_name,
-            current_user;
+          raise warning 'role % does not exist and % may not create it: triggers alone will guard the history',
+            role_name, current_user;
           return;
         end if;
     end;
