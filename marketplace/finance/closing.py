@@ -100,9 +100,9 @@ def reconcile(session: Session, period: Period, say: Callable[[int], None] = lam
     """
     findings: list[str] = []
     journals = receipts = 0
-    renters = dict(session.execute(select(Organisation.credit_account_id, Organisation.id)).tuples())
     codes = {view.account_id: view.code for view in ledger.list_accounts(session)}
-    credit_codes = {codes[account]: renter for account, renter in renters.items() if account in codes}
+    renters = session.execute(select(Organisation.id, Organisation.credit_account_id))
+    credit_codes = {renter: codes[account] for renter, account in renters if account in codes}
     batch: list[ledger.JournalView] = []
     for journal in ledger.read_journals(session, period.start, period.end):
         if journal.kind == SETTLEMENT and journal.reverses_id is None:
@@ -120,7 +120,7 @@ def reconcile(session: Session, period: Period, say: Callable[[int], None] = lam
 
 
 def _compare(
-    session: Session, journals: list[ledger.JournalView], credit_codes: dict[str, UUID], findings: list[str]
+    session: Session, journals: list[ledger.JournalView], credit_codes: dict[UUID, str], findings: list[str]
 ) -> int:
     """Whether the lines of these journals are what their receipts say. Returns how many receipts they have."""
     if not journals:
@@ -128,7 +128,6 @@ def _compare(
     wanted: dict[int, dict[str, int]] = {journal.journal_id: defaultdict(int) for journal in journals}
     count = 0
     ids = list(wanted)
-    of_renter = {renter: code for code, renter in credit_codes.items()}
     rows = session.execute(
         select(
             Receipt.journal_id,
@@ -146,7 +145,7 @@ def _compare(
     for journal_id, renter, owner, receipts, charge, owed, fee, loss in rows:
         assert journal_id is not None
         sums = wanted[journal_id]
-        sums[of_renter.get(renter, f"renter {renter}")] += int(charge)
+        sums[credit_codes.get(renter, f"renter {renter}")] += int(charge)
         sums[ledger.owner_pending(owner.hex)] -= int(owed)
         sums[ledger.FEES] -= int(fee)
         sums[ledger.LOSS] += int(loss)

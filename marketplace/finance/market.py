@@ -28,7 +28,7 @@ _MARKET: Final = """
     ), load as materialized (
       select a.offer_id, date_trunc('minute', a.leased_at) as minute,
              sum(extract(epoch from coalesce(a.ended_at, a.lease_expires_at) - a.leased_at)) as leased_s
-      from attempts a join mine m on m.id = a.offer_id
+      from attempts a join mine m on m.id = a.offer_id and m.node_id = a.node_id
       where a.leased_at >= :start and a.leased_at < :end group by 1, 2
     ), offered as materialized (
       select distinct i.offer_id, minute

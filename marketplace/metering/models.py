@@ -35,6 +35,8 @@ class Receipt(Base):
         Index("ix_receipts_unsettled", "id", postgresql_where=text("journal_id is null")),
         Index("ix_receipts_owner_organisation_id_at", "owner_organisation_id", "at"),
         Index("ix_receipts_renter_organisation_id_at", "renter_organisation_id", "at"),
+        # Receipts are written in order of time: a few pages of index for what the whole market did in a period.
+        Index("ix_receipts_at", "at", postgresql_using="brin"),
     )
 
     id: Mapped[UUID] = mapped_column(primary_key=True)

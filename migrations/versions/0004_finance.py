@@ -47,6 +47,7 @@ def upgrade() -> None:
         "create trigger node_costs_append_only before update or delete on node_costs"
         " for each row execute function fallow_refuse('a declaration is kept; declare anew')"
     )
+    op.create_index("ix_receipts_at", "receipts", ["at"], postgresql_using="brin")
     op.create_table(
         "refused_minutes",
         sa.Column("minute", sa.DateTime(timezone=True), nullable=False),
@@ -71,6 +72,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    op.drop_index("ix_receipts_at", "receipts")
     op.drop_table("job_conversations")
     op.drop_table("refused_minutes")
     op.drop_table("node_costs")

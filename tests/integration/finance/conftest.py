@@ -96,6 +96,8 @@ class World:
     ) -> UUID:
         """Something delivered, not yet settled: 20% fee, or all paid by our loss account. Returns the receipt's id."""
         job = self._job(session, at)
+        ended = "platform_failed" if lost else outcome
+        session.get_one(Job, job).outcome = ended
         if not lost:
             ledger.reserve(session, job, self.credit_account, nano, at + FOREVER)
         fee = 0 if lost else ledger.divide_half_even(nano, 5)
@@ -132,7 +134,7 @@ class World:
                 request_id=job.hex,
                 organisation_id=self.renter,
                 endpoint="chat",
-                outcome="platform_failed" if lost else outcome,
+                outcome=ended,
                 job_id=job,
                 at=at,
             )
