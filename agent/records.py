@@ -25,6 +25,10 @@ class Served:
     input_nano_usd_per_mtok: int
     cached_input_nano_usd_per_mtok: int
     output_nano_usd_per_mtok: int
+    model: int = 0
+    """Its place among the models of the configuration."""
+    attached: bool = False
+    """True if the owner's own server is what is sold."""
 
     @property
     def key(self) -> str:
@@ -151,8 +155,8 @@ class AttemptState:
     """One attempt that occupies a slot."""
 
     run: Run
-    key: str
-    """The engine that works on it."""
+    served: Served
+    """What works on it, and at what ask."""
     arrived_at: float
     lease_until: float
     deadline_at: float
@@ -166,6 +170,11 @@ class AttemptState:
     token_ids: int = 0
     digest: Any = field(default_factory=hashlib.sha256)
 
+    @property
+    def key(self) -> str:
+        """The engine that works on it."""
+        return self.served.key
+
     def move(self, wanted: AttemptPhase) -> None:
         """Raises ImpossibleTransition unless the table allows it."""
         if (self.phase, wanted) not in ATTEMPT_TRANSITIONS:
@@ -178,6 +187,8 @@ class PendingReport:
     """A report that the gateway has not acknowledged."""
 
     frame: Finished | Failed
+    served: Served
+    """As it was when the attempt came: its asks are pinned."""
     resend_at: float
     pause_s: float = RESEND_FIRST_S
 

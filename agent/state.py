@@ -15,11 +15,13 @@ the machine.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 from agent.engines.port import Usage
 from agent.events import (
     Connected,
+    Delivered,
     Disconnected,
     EngineFailed,
     EngineReady,
@@ -36,6 +38,7 @@ from agent.events import (
     StopEngine,
     Stopping,
     StopWork,
+    TermsChanged,
     Tick,
     VerifyIdle,
     WorkBegan,
@@ -134,6 +137,7 @@ class AgentState:
             EngineFailed: self._engine_failed,
             IdleVerified: self._idle_verified,
             OwnerChanged: self._owner_changed,
+            TermsChanged: self._terms_changed,
             Connected: self._on_connected,
             Disconnected: self._on_disconnected,
             Stopping: self._on_stopping,
@@ -247,7 +251,7 @@ class AgentState:
         self.counters.accepted += 1
         self.attempts[frame.attempt] = AttemptState(
             run=frame,
-            key=chosen.served.key,
+            served=chosen.served,
             arrived_at=now,
             lease_until=now + _lease_s(frame.lease_ms),
             deadline_at=now + deadline_s,
@@ -304,8 +308,10 @@ class AgentState:
         elif self._current(frame.attempt, frame.epoch) is not None:
             self._stop(frame.attempt, StopCause.CANCELLED)
 
-    def _void(self, frame: Void, now: float) -> None:
-        self._ack(ReportAck(frame.attempt, frame.epoch), now)
+    def _void(self, frame: Void, _now: float) -> None:
+        report = self.reports.get(frame.attempt)
+        if report is not None and report.frame.epoch == frame.epoch:
+            del self.reports[frame.attempt]
         attempt = self._current(frame.attempt, frame.epoch)
         if attempt is not None:
             self._stop(frame.attempt, StopCause.VOID)
@@ -315,6 +321,8 @@ class AgentState:
         report = self.reports.get(frame.attempt)
         if report is not None and report.frame.epoch == frame.epoch:
             del self.reports[frame.attempt]
+            if isinstance(report.frame, Finished) and report.frame.sequence:
+                self._out.append(Delivered(report.served, report.frame.usage))
 
     def _current(self, attempt_id: bytes, epoch: int) -> AttemptState | None:
         attempt = self.attempts.get(attempt_id)
@@ -469,7 +477,7 @@ class AgentState:
         while len(self.reports) >= MAX_REPORTS:
             self.reports.pop(next(iter(self.reports)))
             self.counters.reports_dropped += 1
-        self.reports[frame.attempt] = PendingReport(frame, now + RESEND_FIRST_S)
+        self.reports[frame.attempt] = PendingReport(frame, attempt.served, now + RESEND_FIRST_S)
         self._out.append(Send(frame))
         self._release(attempt)
 
@@ -611,6 +619,20 @@ class AgentState:
         if known is not None and not event.keep_loaded:
             until = min(until, known.until)
         self.holds[event.scope] = Hold(event.reason, until, event.grace_s <= 0, cause)
+
+    def _terms_changed(self, event: TermsChanged) -> None:
+        """New asks count for what is offered from now on; what runs keeps the price that was pinned to it."""
+        for key, (full, cached, output) in event.asks.items():
+            engine = self.engines.get(key)
+            if engine is not None:
+                engine.served = replace(
+                    engine.served,
+                    input_nano_usd_per_mtok=full,
+                    cached_input_nano_usd_per_mtok=cached,
+                    output_nano_usd_per_mtok=output,
+                )
+        self._watts = (event.idle_watts, event.load_watts)
+        self._tell_inventory()
 
     def _on_stopping(self, event: Stopping) -> None:
         grace_s = 0.0 if self.draining else event.grace_s

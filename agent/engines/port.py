@@ -81,6 +81,8 @@ class EngineFacts:
     simulated: bool
     prefix_cache_s: float
     pid: int | None
+    protection: str = ""
+    """What keeps its process from the owner's files and from the network; empty: nothing beyond its own key."""
 
 
 class Engine(Protocol):

@@ -18,6 +18,10 @@ FIRST_SAMPLE_S: Final = 2.0
 """How long `start` waits for the driver to say what there is."""
 
 
+HURRY_S: Final = 0.2
+"""Between a sample and the hurried one after it: a process that only looks in is gone by then."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Look:
     at: float
@@ -44,6 +48,9 @@ class Watched:
         self._clock = clock
         self._latest = _Look(clock())
         self._ended = False
+        self._hurried = False
+        self.on_news: Callable[[], None] | None = None
+        """Called in the sampling thread when a process came or left, and after each hurried sample."""
         self._wake = threading.Event()
         self._first = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="telemetry", daemon=True)
@@ -54,7 +61,8 @@ class Watched:
         self._first.wait(FIRST_SAMPLE_S)
 
     def hurry(self) -> None:
-        """Take the next sample now."""
+        """Take the next sample in a moment, and call `on_news` after it."""
+        self._hurried = True
         self._wake.set()
 
     def sample(self) -> list[DeviceReport]:
@@ -93,9 +101,17 @@ class Watched:
     def _loop(self) -> None:
         while not self._ended:
             reports = self._source.sample()
-            source = self._source
+            source, before, hurried = self._source, self._latest, self._hurried
             self._latest = _Look(self._clock(), reports, source.processes(), source.problem, source.needs_restart)
             self._first.set()
-            self._wake.wait(self._interval_s)
+            self._hurried = False
+            if self.on_news is not None and (hurried or _pids(before) != _pids(self._latest)):
+                self.on_news()
+            if self._wake.wait(self._interval_s) and not self._ended:
+                time.sleep(HURRY_S)
             self._wake.clear()
         self._source.close()
+
+
+def _pids(look: _Look) -> dict[str, frozenset[int]]:
+    return {device: frozenset(entry.pid for entry in entries or ()) for device, entries in look.processes.items()}
