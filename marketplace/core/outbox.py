@@ -38,7 +38,7 @@ def enqueue(session: Session, task: str, *args: Any) -> None:
 
 
 def drain(session: Session, send: TaskSender, *, limit: int = 500) -> int:
-    """Hand waiting rows to the broker and delete them. Returns how many went. Rows that another drainer holds are skipped.
+    """Hand waiting rows to the broker and delete them; returns how many. Rows that another drainer holds are skipped.
 
     At least once: a crash between send and commit sends again, which tasks must bear (they read the row).
     """

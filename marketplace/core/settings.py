@@ -23,9 +23,9 @@ class Settings(BaseSettings):
         str, Field(validation_alias=AliasChoices("DATABASE_URL", "FALLOW_DATABASE_URL", "database_url"))
     ] = "postgresql://postgres@127.0.0.1:5432/fallow"
     """libpq URL of PostgreSQL 15 or newer."""
-    valkey_url: Annotated[str, Field(validation_alias=AliasChoices("VALKEY_URL", "FALLOW_VALKEY_URL", "valkey_url"))] = (
-        "redis://127.0.0.1:6379/0"
-    )
+    valkey_url: Annotated[
+        str, Field(validation_alias=AliasChoices("VALKEY_URL", "FALLOW_VALKEY_URL", "valkey_url"))
+    ] = "redis://127.0.0.1:6379/0"
     """redis:// or unix:// URL of Valkey 7.2+ or Redis."""
 
     host: str = "127.0.0.1"
