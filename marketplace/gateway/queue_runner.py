@@ -7,7 +7,6 @@ ends, and the queue looks for another node.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -55,6 +54,7 @@ class QueueRunner:
         self._client: redis.asyncio.Redis = connect_async(services.settings.valkey_url, timeout_s=POP_S * 3)
         self._key = dispatch_key(services.settings.gateway_id)
         self._listener: asyncio.Task[None] | None = None
+        self._quiet = False
         self._running: dict[asyncio.Task[None], Execution | None] = {}
         self._room = asyncio.Semaphore(MAX_RUNNING)
 
@@ -64,10 +64,11 @@ class QueueRunner:
 
     async def quiesce(self) -> None:
         """Take up nothing new; what runs goes on."""
+        self._quiet = True
         if self._listener is not None:
             self._listener.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._listener
+            # The client library may swallow a cancellation while it connects: then the flag ends the loop.
+            await asyncio.wait({self._listener}, timeout=POP_S * 3)
             self._listener = None
 
     async def stop(self) -> None:
@@ -81,7 +82,7 @@ class QueueRunner:
         await self._client.aclose()
 
     async def _listen(self) -> None:
-        while True:
+        while not self._quiet:
             await self._room.acquire()
             try:
                 popped: Any = await self._client.blpop([self._key], timeout=POP_S)
