@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from hashlib import sha256
+from itertools import chain
 from typing import Any
 
 import psycopg
@@ -81,12 +82,10 @@ _LINK = text(
 _TAKE = text("delete from ledger_unsealed where journal_id = any(cast(:ids as bigint[]))")
 _REFUSE = text("update ledger_unsealed set refused_at = now() where journal_id = any(cast(:ids as bigint[]))")
 _MOVE_HEAD = text("update ledger_books set sealed_sequence = :sequence, sealed_sha256 = :head where id = :book")
-_LINKS = text(
-    """
+_LINKS = """
     select sequence, journal_id, sha256 from ledger_chain
-    where book_id = :book and sequence > :after order by sequence limit :limit
-    """
-)
+    where book_id = %s and sequence > %s order by sequence limit %s
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +141,7 @@ def seal(session: Session, book_id: int = MAIN_BOOK, limit: int = SEAL_BATCH) ->
         session.execute(_REFUSE, {"ids": sorted(strange)})
     if not ids:
         return Sealed(0, before, tuple(sorted(strange)))
-    canonical = dict(_canonical(session, ids))
+    canonical = dict(chain.from_iterable(_canonical(session, ids)))
     hashes = []
     link = before.sha256
     for journal_id in ids:
@@ -200,22 +199,28 @@ def broken_links(session: Session, book_id: int, anchors: Iterable[Head] = ()) -
     marks = {anchor.sequence: anchor for anchor in (*anchors, expected) if anchor.sequence}
     yield from _contradictions((*anchors, expected))
     sequence, link = 0, bytes(32)
-    while True:
-        rows = session.execute(_LINKS, {"book": book_id, "after": sequence, "limit": VERIFY_BATCH}).all()
-        if not rows:
-            break
-        yield from _gaps(rows, sequence)
-        yield from _broken(session, rows, link)
-        yield from (
-            f"link {row.sequence} is {row.sha256.hex()}, it was {mark.sha256.hex()} when it was written down"
-            for row in rows
-            if (mark := marks.pop(row.sequence, None)) is not None and mark.sha256 != row.sha256
-        )
-        sequence, link = rows[-1].sequence, rows[-1].sha256
+    while links := _links(session, book_id, sequence):
+        yield from _gaps(links, sequence)
+        yield from _broken(session, links, link)
+        sequence, _, link = links[-1]
+        for passed in [at for at in marks if at <= sequence]:
+            yield from _missed(links, marks.pop(passed))
     yield from (f"the chain of book {book_id} ends at {sequence}, it once reached {missing}" for missing in marks)
     # What was sealed meanwhile is there as well; a book that says less than its chain has been set back.
     if sequence > head(session, book_id).sequence:
         yield f"the chain of book {book_id} has {sequence} links, the book knows of {expected.sequence}"
+
+
+def _links(session: Session, book_id: int, after: int) -> list[tuple[int, int, bytes]]:
+    """(sequence, journal, hash) of the next links."""
+    with _connection(session).cursor(binary=True) as cursor:
+        return cursor.execute(_LINKS, (book_id, after, VERIFY_BATCH)).fetchall()
+
+
+def _missed(links: Sequence[tuple[int, int, bytes]], mark: Head) -> Iterator[str]:
+    found = next((sha for sequence, _, sha in links if sequence == mark.sequence), b"")
+    if found != mark.sha256:
+        yield f"link {mark.sequence} is {found.hex()}, it was {mark.sha256.hex()} when it was written down"
 
 
 def _contradictions(anchors: Sequence[Head]) -> Iterator[str]:
@@ -225,38 +230,45 @@ def _contradictions(anchors: Sequence[Head]) -> Iterator[str]:
             yield f"link {anchor.sequence} was written down twice, differently"
 
 
-def _gaps(rows: Sequence[Row[Any]], after: int) -> Iterator[str]:
-    for row in rows:
-        if row.sequence != after + 1:
-            yield f"links {after + 1} to {row.sequence - 1} are missing"
-        after = row.sequence
+def _gaps(links: Sequence[tuple[int, int, bytes]], after: int) -> Iterator[str]:
+    if links[-1][0] == after + len(links):
+        return
+    for sequence, _, _ in links:
+        if sequence != after + 1:
+            yield f"links {after + 1} to {sequence - 1} are missing"
+        after = sequence
 
 
-def _broken(session: Session, rows: Sequence[Row[Any]], before: bytes) -> Iterator[str]:
+def _broken(session: Session, links: Sequence[tuple[int, int, bytes]], before: bytes) -> Iterator[str]:
     """Links that do not follow from the one before and their journal, each judged by itself."""
-    expected: dict[int, tuple[int, bytes, bytes]] = {}
-    for row in rows:
-        expected[row.journal_id] = (row.sequence, before, row.sha256)
-        before = row.sha256
-    for journal_id, canonical in _canonical(session, [row.journal_id for row in rows]):
-        found = expected.pop(journal_id, None)
-        if found is not None and sha256(found[1] + canonical).digest() != found[2]:
-            yield f"link {found[0]} does not fit journal {journal_id}: the journal, its lines or the chain were changed"
+    sequences, ids, hashes = zip(*links, strict=True)
+    expected = dict(zip(ids, zip(sequences, (before, *hashes[:-1]), hashes, strict=True), strict=True))
+    for rows in _canonical(session, ids):
+        for journal_id, canonical in rows:
+            found = expected.pop(journal_id, None)
+            if found is not None and sha256(found[1] + canonical).digest() != found[2]:
+                who = "the journal, its lines or the chain were changed"
+                yield f"link {found[0]} does not fit journal {journal_id}: {who}"
     yield from (f"journal {journal} of link {sequence} is gone" for journal, (sequence, _, _) in expected.items())
 
 
-def _canonical(session: Session, ids: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-    """Journal -> its canonical bytes, streamed; of neighbours in the order of ids there may be more than were asked."""
+def _canonical(session: Session, ids: Sequence[int]) -> Iterator[list[tuple[int, bytes]]]:
+    """(journal, canonical bytes), streamed in lists; of neighbours there may be more than were asked for."""
     first, last = min(ids), max(ids)
-    raw = session.connection().connection.driver_connection
-    assert isinstance(raw, psycopg.Connection)
-    with raw.cursor(name="ledger_canonical", binary=True) as cursor:
+    with _connection(session).cursor(name="ledger_canonical", binary=True) as cursor:
         if last - first < SPARSE * len(ids):
             cursor.execute(_CANONICAL_RANGE, {"first": first, "last": last})
         else:
             cursor.execute(_CANONICAL_LISTED, {"ids": list(ids)})
         while rows := cursor.fetchmany(FETCH_ROWS):
-            yield from rows
+            yield rows
+
+
+def _connection(session: Session) -> psycopg.Connection[tuple[Any, ...]]:
+    """The driver's own connection: a whole chain is read, and rows that are plain tuples take half the time."""
+    raw = session.connection().connection.driver_connection
+    assert isinstance(raw, psycopg.Connection)
+    return raw
 
 
 def _book(session: Session, book_id: int) -> Row[Any]:
