@@ -7,6 +7,7 @@ Amounts are whole nanos of a currency; times carry their zone, and stretches of 
 - accounts: `open_account(s)`, `freeze`, `unfreeze`, `close_account`, `set_bounds` (floor and limit)
 - writing: `post`, `post_many`, `reverse` (in full or part), with `JournalDraft`, `Capture`, `debit`, `credit`
 - holds: `reserve`, `shrink`, `release`, `expire`, `find_hold`; captured by a journal's `captures`
+- locks: `lock_balances` takes the rows of checked accounts in the order that everything else follows
 - reading: `balance` and `trial_balance` (as of the effective or the recorded time), `available`, `read_journals`
 - periods: `open_period`, `begin_close`, `close`, `reopen`, `periods`, `find_period`, `get_period`; `open_book`
 - proofs: `seal` (on a timer), `verify` (everything), `check` (balances alone), `head`, `rebuild`
@@ -36,8 +37,11 @@ from ledger.balances import (
 )
 from ledger.chain import Head, Sealed, head, seal
 from ledger.chart import (
+    BAD_DEBT,
+    BANK,
     CHART,
     CLEARING,
+    CONNECTED,
     FEES,
     LOSS,
     PROCESSOR_FEES,
@@ -45,8 +49,15 @@ from ledger.chart import (
     ROUNDING,
     TAX,
     Kind,
+    owner_available,
     owner_pending,
+    owner_receivable,
+    owner_reserve,
+    owner_transit,
     renter_credit,
+    renter_disputed,
+    renter_promotional,
+    renter_refunding,
 )
 from ledger.checks import Problem, check, rebuild
 from ledger.errors import (
@@ -91,7 +102,7 @@ from ledger.periods import (
     periods,
     reopen,
 )
-from ledger.posting import PostResult, post, post_many
+from ledger.posting import PostResult, lock_balances, post, post_many
 from ledger.reports import (
     AccountView,
     DayNet,
@@ -108,8 +119,11 @@ from ledger.reversals import left_of, reverse
 from ledger.verification import Verification, verify
 
 __all__ = [
+    "BAD_DEBT",
+    "BANK",
     "CHART",
     "CLEARING",
+    "CONNECTED",
     "FEES",
     "LOSS",
     "MAIN_BOOK",
@@ -187,6 +201,7 @@ __all__ = [
     "left_of",
     "list_accounts",
     "list_books",
+    "lock_balances",
     "movements",
     "nets_by_day",
     "open_account",
@@ -194,7 +209,11 @@ __all__ = [
     "open_book",
     "open_period",
     "overdue",
+    "owner_available",
     "owner_pending",
+    "owner_receivable",
+    "owner_reserve",
+    "owner_transit",
     "parse_nano",
     "periods",
     "post",
@@ -204,6 +223,9 @@ __all__ = [
     "rebuild",
     "release",
     "renter_credit",
+    "renter_disputed",
+    "renter_promotional",
+    "renter_refunding",
     "reopen",
     "reserve",
     "reverse",

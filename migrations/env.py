@@ -6,6 +6,7 @@ from alembic import context
 from sqlalchemy import Connection, MetaData, NullPool, create_engine
 
 import marketplace.accounts.models
+import marketplace.billing.models
 import marketplace.catalog.models
 import marketplace.core.outbox
 import marketplace.finance.models

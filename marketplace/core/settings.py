@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from functools import lru_cache
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AliasChoices, Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -64,6 +64,40 @@ class Settings(BaseSettings):
     settlement_batch: int = Field(default=5_000, ge=1, le=50_000)
     database_pool_size: int = 8
 
+    public_url: str = ""
+    """How browsers reach this platform: people come back here from the payment processor. By default the own URL."""
+    payment_provider: Literal["sandbox", "stripe"] = "sandbox"
+    """`sandbox` moves no money and says so everywhere; `stripe` moves it."""
+    payment_mode: Literal["test", "live"] = "test"
+    """What the keys must be for: a live key with `test`, or the reverse, stops the process."""
+    stripe_secret_key: SecretStr = SecretStr("")
+    stripe_webhook_secret: SecretStr = SecretStr("")
+    """Of the platform's endpoint. Empty: the endpoint refuses everything."""
+    stripe_connect_webhook_secret: SecretStr = SecretStr("")
+    """Of the endpoint for connected accounts. Empty: the endpoint refuses everything."""
+    stripe_api_url: str = ""
+    """Another address of the API, for a stand-in."""
+    payment_timeout_s: float = Field(default=20.0, gt=0, le=80)
+    webhook_age_s: int = Field(default=300, ge=1, le=3_600)
+    """A signature older than this is refused."""
+    top_up_minimum_cents: int = Field(default=500, ge=50)
+    top_up_maximum_cents: int = Field(default=1_000_000, ge=50, le=99_999_999)
+    payout_weekday: int = Field(default=0, ge=0, le=6)
+    """Day (UTC) of the weekly run; 0 is Monday."""
+    payout_minimum_cents: int = Field(default=1_000, ge=1)
+    """Less than this is carried over to the next run."""
+    payout_hold_days: int = Field(default=7, ge=0, le=365)
+    """Earnings are payable this long after they settled."""
+    payout_hold_days_new: int = Field(default=14, ge=0, le=365)
+    """The same, while an owner is new."""
+    payout_new_days: int = Field(default=60, ge=0, le=3_650)
+    """An owner is new for this long after the first earnings."""
+    payout_reserve_basis_points: int = Field(default=1_000, ge=0, le=10_000)
+    """Kept back of what a new owner's earnings release, against disputes."""
+    payout_reserve_days: int = Field(default=30, ge=0, le=365)
+    payout_approval_cents: int = Field(default=1_000_000, ge=1)
+    """Two people must approve a payout above this."""
+
     @field_validator("database_url")
     @classmethod
     def _plain_libpq_url(cls, value: str) -> str:
@@ -73,6 +107,11 @@ class Settings(BaseSettings):
     @property
     def sqlalchemy_url(self) -> str:
         return self.database_url.replace("postgresql://", "postgresql+psycopg://", 1)
+
+    @property
+    def browser_url(self) -> str:
+        """Where people are sent back to."""
+        return (self.public_url or self.own_url).rstrip("/")
 
     @property
     def own_url(self) -> str:

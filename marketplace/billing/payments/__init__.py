@@ -1,0 +1,1 @@
+"""The payment processor behind one port: a sandbox that moves no money, and Stripe."""
