@@ -1,10 +1,12 @@
-"""OpenAI's streamed chat, from the client's side: the body that we send, the chunks that we believe. Pure."""
+"""OpenAI's streamed chat and its older text completion, from the client's side: the body that we send, the chunks that
+we believe. Pure. A body with `prompt` is a text completion, every other one a chat."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Final
 
 import msgspec
@@ -14,6 +16,7 @@ from agent.engines.port import Done, EngineError, EngineEvent, EngineRequest, Pi
 FORWARDED_FIELDS: Final = frozenset(
     {
         "messages",
+        "prompt",
         "temperature",
         "top_p",
         "top_k",
@@ -62,6 +65,10 @@ class _Logprob(msgspec.Struct, gc=False):
 
 class _Logprobs(msgspec.Struct):
     content: list[_Logprob] | None = None
+    # A text completion's own shape, which llama.cpp does not use.
+    tokens: list[str] | None = None
+    token_logprobs: list[float | None] | None = None
+    top_logprobs: list[dict[str, float] | None] | None = None
 
 
 class _Delta(msgspec.Struct):
@@ -73,6 +80,7 @@ class _Delta(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     delta: _Delta = msgspec.field(default_factory=_Delta)
+    text: str | None = None
     finish_reason: str | None = None
     logprobs: _Logprobs | None = None
     token_ids: list[int] | None = None
@@ -154,14 +162,17 @@ def build_body(request: EngineRequest, dialect: Dialect, model: str, extra: dict
     if dialect.ids_in_logprobs and not body.get("tools"):
         # With top_logprobs 0 the ids are left out; 1 costs about 3% of a small model's decode time. With tools the
         # combination is refused.
-        body["logprobs"] = True
-        body["top_logprobs"] = max(1, _asked_logprobs(request) or 0)
+        wanted = max(1, _asked_logprobs(request) or 0)
+        body |= {"logprobs": wanted} if is_completion(request) else {"logprobs": True, "top_logprobs": wanted}
     return _encoder.encode(body)
 
 
 def _asked_logprobs(request: EngineRequest) -> int | None:
     """How many alternatives the renter wants beside each token; None: no logprobs at all."""
-    if request.body.get("logprobs") is not True:
+    asked = request.body.get("logprobs")
+    if is_completion(request):
+        return asked if isinstance(asked, int) and not isinstance(asked, bool) else None
+    if asked is not True:
         return None
     count = request.body.get("top_logprobs")
     return count if isinstance(count, int) else 0
@@ -210,12 +221,13 @@ class ChatReader:
     def _read_choice(self, choice: _Choice) -> Iterator[Piece]:
         self._ids += _token_ids(choice)
         delta = choice.delta
+        content = delta.content or choice.text
         extra = self._extra(choice)
         thought = delta.reasoning_content or delta.reasoning
         if thought:
-            yield self._piece(thought, reasoning=True, extra=b"" if delta.content else extra)
-        if delta.content or (extra and not thought):
-            yield self._piece(delta.content or "", reasoning=False, extra=extra)
+            yield self._piece(thought, reasoning=True, extra=b"" if content else extra)
+        if content or (extra and not thought):
+            yield self._piece(content or "", reasoning=False, extra=extra)
         if choice.finish_reason:
             self._finish = FINISH_REASONS.get(choice.finish_reason, "")
 
@@ -232,8 +244,9 @@ class ChatReader:
         fields: dict[str, object] = {}
         if bytes(choice.delta.tool_calls) not in _NOTHING:
             fields["tool_calls"] = choice.delta.tool_calls
-        if self._top_logprobs is not None and choice.logprobs is not None and choice.logprobs.content:
-            content = [_public_logprob(entry, self._top_logprobs) for entry in choice.logprobs.content]
+        entries = _entries(choice.logprobs)
+        if self._top_logprobs is not None and entries:
+            content = [_public_logprob(entry, self._top_logprobs) for entry in entries]
             fields["logprobs"] = {"content": content, "refusal": None}
         return _encoder.encode(fields) if fields else b""
 
@@ -253,6 +266,21 @@ def _token_ids(choice: _Choice) -> list[int]:
     if choice.logprobs is None or not choice.logprobs.content:
         return []
     return [entry.id for entry in choice.logprobs.content if entry.id is not None]
+
+
+def _entries(logprobs: _Logprobs | None) -> list[_Logprob]:
+    """Log probabilities in a chat's shape, whichever they came in."""
+    if logprobs is None:
+        return []
+    if logprobs.content is not None or not logprobs.tokens:
+        return logprobs.content or []
+    known = logprobs.token_logprobs or []
+    top = logprobs.top_logprobs or []
+    return [
+        _Logprob(token, own, top_logprobs=[_TopLogprob(*pair) for pair in (beside or {}).items()])
+        for token, own, beside in zip_longest(logprobs.tokens, known, top[: len(known)])
+        if token is not None and own is not None
+    ]
 
 
 def _public_logprob(entry: _Logprob, top: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from agent.engines.chat_wire import ChatReader, Dialect, build_body, status_error
+from agent.engines.chat_wire import ChatReader, Dialect, build_body, path_of, status_error
 from agent.engines.port import STOP_GRACE_S, EngineError, EngineEvent, EngineFacts, EngineRequest
 from agent.engines.sse import SseDecoder, SseError
 
@@ -125,7 +125,7 @@ class HttpEngine:
         deadline = asyncio.get_running_loop().time() + request.timeout_s
         with self._seated(request) as extra:
             body = build_body(request, self._dialect, self._model, extra)
-            response = await self._post(body, deadline)
+            response = await self._post(path_of(request), body, deadline)
             self._streams += 1
             try:
                 reader, decoder = ChatReader(request, self._dialect), SseDecoder()
@@ -140,11 +140,11 @@ class HttpEngine:
                 self._streams -= 1
                 response.close()
 
-    async def _post(self, body: bytes, deadline: float) -> aiohttp.ClientResponse:
+    async def _post(self, path: str, body: bytes, deadline: float) -> aiohttp.ClientResponse:
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         try:
             async with self._bounded(deadline):
-                response = await self._http().post("/v1/chat/completions", data=body, headers=headers)
+                response = await self._http().post(path, data=body, headers=headers)
                 if response.status == 200:
                     return response
                 try:

@@ -76,7 +76,10 @@ class SlotTable:
 def fingerprint_messages(body: Mapping[str, object]) -> tuple[bytes, ...]:
     """One short digest a message, tools first: enough to compare beginnings without keeping anybody's prompt."""
     messages = body.get("messages")
-    parts: list[object] = [body.get("tools"), *(messages if isinstance(messages, list) else [])]
+    parts: list[object] = [
+        body.get("tools"),
+        *(messages if isinstance(messages, list) else [{"prompt": body.get("prompt")}]),
+    ]
     return tuple(
         hashlib.blake2b(_encoder.encode(part), digest_size=16).digest() for part in parts[: MAX_FINGERPRINTS + 1]
     )

@@ -127,7 +127,9 @@ class _StreamOptions(msgspec.Struct):
 
 
 class _Chat(msgspec.Struct):
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]] = []
+    prompt: str | None = None
+    """Of a text completion, which has no messages."""
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     stream: bool = False
@@ -236,6 +238,8 @@ class Connection(asyncio.Protocol):
                 self._send(200, b"{}")
             case "POST", "/v1/chat/completions":
                 self._chat(body)
+            case "POST", "/v1/completions":
+                self._chat(body)
             case _:
                 raise Refused(404, "not_found_error", f"there is no {method} {path} here")
 
@@ -247,7 +251,10 @@ class Connection(asyncio.Protocol):
         limit = chat.max_completion_tokens or chat.max_tokens or DEFAULT_MAX_TOKENS
         answer = StreamedAnswer(self, chat) if chat.stream else WholeAnswer(self, chat)
         sequence = self._server.simulation.submit(
-            {"messages": chat.messages}, max(1, limit), chat.cache_salt, answer.hear
+            {"messages": chat.messages} if chat.prompt is None else {"prompt": chat.prompt},
+            max(1, limit),
+            chat.cache_salt,
+            answer.hear,
         )
         answer.on_abandon = lambda: self._server.simulation.cancel(sequence)
         self._answer = answer
@@ -290,10 +297,12 @@ class StreamedAnswer(Answer):
 
     def open(self) -> None:
         """Head and role."""
-        base = f'data: {{"id":"{self._id}","object":"chat.completion.chunk","created":{self._created},'
+        kind = "chat.completion.chunk" if self._chat.prompt is None else "text_completion"
+        base = f'data: {{"id":"{self._id}","object":"{kind}","created":{self._created},'
         self._prefix = (base + f'"model":"{MODEL_NAME}",').encode()
         self._connection.write(_head(200, "text/event-stream", "Transfer-Encoding: chunked"))
-        self._event(b'"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]')
+        if self._chat.prompt is None:
+            self._event(b'"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]')
 
     def hear(self, event: SimEvent) -> None:
         """Write what it means as events."""
@@ -302,7 +311,8 @@ class StreamedAnswer(Answer):
                 b',"token_ids":' + _encode(event.token_ids) if self._chat.return_token_ids and event.token_ids else b""
             )
             text = _encode(event.text)
-            self._event(b'"choices":[{"index":0,"delta":{"content":' + text + b'},"finish_reason":null' + ids + b"}]")
+            said = b'"delta":{"content":' + text + b"}" if self._chat.prompt is None else b'"text":' + text
+            self._event(b'"choices":[{"index":0,' + said + b',"finish_reason":null' + ids + b"}]")
         elif isinstance(event, Progress):
             if self._chat.return_progress:
                 progress = {"total": event.total_tokens, "processed": event.processed_tokens}
@@ -319,7 +329,8 @@ class StreamedAnswer(Answer):
         if not done.finish_reason:
             self._close()
             return
-        self._event(b'"choices":[{"index":0,"delta":{},"finish_reason":"' + done.finish_reason.encode() + b'"}]')
+        said = b'"delta":{}' if self._chat.prompt is None else b'"text":""'
+        self._event(b'"choices":[{"index":0,' + said + b',"finish_reason":"' + done.finish_reason.encode() + b'"}]')
         options = self._chat.stream_options
         if options is not None and options.include_usage and done.usage.completion_tokens is not None:
             self._event(b'"choices":[],"usage":' + _encode(_usage(done.usage)))
@@ -356,13 +367,15 @@ class WholeAnswer(Answer):
             self._suffer(event)
 
     def _completion(self, done: Done) -> dict[str, object]:
-        message = {"role": "assistant", "content": "".join(self._text)}
+        text = "".join(self._text)
+        chat = self._chat.prompt is None
+        said = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
         return {
             "id": self._id,
-            "object": "chat.completion",
+            "object": "chat.completion" if chat else "text_completion",
             "created": self._created,
             "model": MODEL_NAME,
-            "choices": [{"index": 0, "message": message, "finish_reason": done.finish_reason or None}],
+            "choices": [{"index": 0, **said, "finish_reason": done.finish_reason or None}],
             "usage": _usage(done.usage),
         }
 

@@ -243,7 +243,7 @@ class Simulation:
             raise Refused(400, "invalid_request_error", "simulated rejection")
         if fault is not None and fault.kind is FaultKind.ERROR:
             raise Refused(500, "server_error", "simulated failure")
-        text = _encoder.encode(body.get("messages"))
+        text = _encoder.encode(body.get("messages") or body.get("prompt"))
         pieces = prompt_pieces(body)
         if len(pieces) >= self.config.context_per_slot:
             limit = self.config.context_per_slot
@@ -359,7 +359,10 @@ class Simulation:
 
 
 def prompt_pieces(body: dict[str, object]) -> list[str]:
-    """About the tokens of a chat: one a word, one a mark, some a message. An estimate, and never billed."""
+    """About the tokens of a prompt: one a word, one a mark, some a message. An estimate, and never billed."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        return _PIECE.findall(prompt)
     messages = body.get("messages")
     pieces: list[str] = []
     for message in messages if isinstance(messages, list) else []:

@@ -89,6 +89,20 @@ def end_of(events: list[EngineEvent]) -> Done:
 
 @every_engine
 class TestAnAnswer:
+    def test_a_text_completion_goes_on_from_its_prompt(self, make: EngineMaker, kind: EngineKind) -> None:
+        async def scenario() -> None:
+            async with started(make(kind)) as engine:
+                body: dict[str, object] = {"prompt": "The capital of France is", "temperature": 0}
+                events = await answer(engine, EngineRequest(body, 4, "tenant", 60.0))
+                assert text_of(events)
+                assert end_of(events).finish_reason == "length"
+                assert end_of(events).usage.completion_tokens == 4
+                if kind == "llama.cpp":
+                    assert text_of(events).startswith(" Paris")
+                    assert end_of(events).usage.prompt_tokens == 5
+
+        asyncio.run(scenario())
+
     def test_it_streams_text_and_ends_with_reason_and_usage(self, make: EngineMaker, kind: EngineKind) -> None:
         async def scenario() -> None:
             async with started(make(kind)) as engine:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.engines.chat_wire import ChatReader, Dialect, build_body, status_error
+from agent.engines.chat_wire import ChatReader, Dialect, build_body, path_of, status_error
 from agent.engines.port import Done, EngineError, EngineEvent, EngineRequest, Piece, Progress, Usage
 from agent.engines.sse import SseDecoder, SseError
 
@@ -32,6 +32,45 @@ def choice(delta: dict[str, Any], **more: object) -> dict[str, Any]:
 def logprob(token: str, token_id: int) -> dict[str, Any]:
     entry = {"token": token, "logprob": -0.5, "bytes": list(token.encode())}
     return {"id": token_id, **entry, "top_logprobs": [{"id": token_id, **entry}, {"id": 0, **entry}]}
+
+
+def completion_request(**body: object) -> EngineRequest:
+    return EngineRequest({"prompt": "Once upon", **body}, 10, "scope", 10.0)
+
+
+class TestATextCompletion:
+    def test_has_a_path_of_its_own_and_a_number_of_logprobs(self) -> None:
+        asked = completion_request(logprobs=2)
+        assert path_of(asked) == "/v1/completions"
+        assert path_of(request()) == "/v1/chat/completions"
+        body = json.loads(build_body(asked, IDS, "m", {}))
+        assert (body["prompt"], body["logprobs"]) == ("Once upon", 2)
+        assert "top_logprobs" not in body
+        assert json.loads(build_body(completion_request(), IDS, "m", {}))["logprobs"] == 1
+
+    def test_reads_text_and_its_own_shape_of_log_probabilities(self) -> None:
+        legacy = {
+            "tokens": [" a", " time"],
+            "token_logprobs": [-0.5, -1.0],
+            "top_logprobs": [{" a": -0.5, " the": -2.0}, None],
+            "text_offset": [0, 2],
+        }
+        reader = ChatReader(completion_request(logprobs=1), PLAIN)
+        events = read(
+            reader, {"choices": [{"index": 0, "text": " a time", "logprobs": legacy, "finish_reason": "stop"}]}
+        )
+        (piece,) = events
+        assert isinstance(piece, Piece)
+        assert piece.text == " a time"
+        first, second = json.loads(piece.extra)["logprobs"]["content"]
+        assert first["top_logprobs"] == [{"token": " a", "logprob": -0.5, "bytes": None}]
+        assert (second["token"], second["logprob"], second["top_logprobs"]) == (" time", -1.0, [])
+        assert reader.done().finish_reason == "stop"
+
+    def test_shows_no_log_probabilities_that_nobody_asked_for(self) -> None:
+        reader = ChatReader(completion_request(), IDS)
+        chunk = {"choices": [{"index": 0, "text": " a", "logprobs": {"content": [logprob(" a", 7)]}}]}
+        assert read(reader, chunk) == [Piece(" a", (7,))]
 
 
 class TestEvents:
