@@ -116,11 +116,17 @@ class Route:
 class Links:
     """All routes of this gateway. Not thread-safe: one event loop."""
 
-    def __init__(self, find_carrier: Callable[[UUID, str], Carrier | None], on_full: Callable[[UUID], None]) -> None:
+    def __init__(
+        self,
+        find_carrier: Callable[[UUID, str], Carrier | None],
+        on_full: Callable[[UUID], None],
+        on_first: Callable[[bytes], None] = lambda _: None,
+    ) -> None:
         """`find_carrier(node_id, gateway_id)` names the way to a node; `on_full(offer_id)` hears that an agent refused
-        an attempt because its slots are taken."""
+        an attempt because its slots are taken, `on_first(attempt)` that an attempt's first tokens came."""
         self._find_carrier = find_carrier
         self._on_full = on_full
+        self._on_first = on_first
         self.routes: dict[bytes, Route] = {}
 
     # --- the attempt's side ---------------------------------------------------------------------------------------
@@ -187,6 +193,8 @@ class Links:
             ):
                 self._violation(route, frame)
                 return True
+            if not route.next_sequence:
+                self._on_first(route.attempt)
             route.next_sequence += 1
         elif type(frame) is Finished or type(frame) is Failed:
             if frame.sequence != route.next_sequence:

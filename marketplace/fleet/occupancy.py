@@ -25,6 +25,13 @@ class Occupancy:
         self._foreign: dict[UUID, int] = {}
         self._published: dict[UUID, int] = {}
         self._seen: dict[UUID, tuple[int, float]] = {}
+        self._moved: Callable[[UUID], None] = _ignore
+        self._ended: Callable[[UUID], None] = _ignore
+
+    def watch(self, moved: Callable[[UUID], None], ended: Callable[[UUID], None]) -> None:
+        """From now on `moved(offer_id)` hears that a count may have changed, `ended(attempt_id)` that a reservation of
+        this gateway is over."""
+        self._moved, self._ended = moved, ended
 
     def busy(self, offer_id: UUID) -> int:
         """Slots taken: never less than what is certain."""
@@ -40,7 +47,10 @@ class Occupancy:
         own = self._own.setdefault(offer_id, {})
         if attempt_id not in own:
             self._shift(offer_id, 1)
-        own[attempt_id] = self._clock() + ttl_s
+            own[attempt_id] = self._clock() + ttl_s
+            self._moved(offer_id)
+        else:
+            own[attempt_id] = self._clock() + ttl_s
 
     def drop(self, offer_id: UUID, attempt_id: UUID) -> None:
         """The slot is free again. Dropping what is not held does nothing."""
@@ -50,18 +60,23 @@ class Occupancy:
         if not own:
             del self._own[offer_id]
         self._shift(offer_id, -1)
+        self._moved(offer_id)
+        self._ended(attempt_id)
 
     def seen(self, offer_id: UUID, count: int) -> None:
         """A complete count, just read: trusted for FRESH_S."""
         self._seen[offer_id] = (count, self._clock() + FRESH_S)
+        self._moved(offer_id)
 
     def foreign(self, offer_id: UUID, count: int) -> None:
         """Attempts of other gateways on a node that is connected here."""
         _set(self._foreign, offer_id, count)
+        self._moved(offer_id)
 
     def published(self, offer_id: UUID, count: int) -> None:
         """What the node's own gateway says, these attempts included."""
         _set(self._published, offer_id, count)
+        self._moved(offer_id)
 
     def sweep(self) -> None:
         """Forget reservations that ran out, and old counts."""
@@ -71,11 +86,16 @@ class Occupancy:
                 self.drop(offer_id, attempt_id)
         for offer_id in [offer_id for offer_id, (_, until) in self._seen.items() if until <= now]:
             del self._seen[offer_id]
+            self._moved(offer_id)
 
     def _shift(self, offer_id: UUID, by: int) -> None:
         seen = self._seen.get(offer_id)
         if seen is not None:
             self._seen[offer_id] = (max(0, seen[0] + by), seen[1])
+
+
+def _ignore(_: UUID) -> None:
+    """Nobody watches."""
 
 
 def _set(counts: dict[UUID, int], offer_id: UUID, count: int) -> None:

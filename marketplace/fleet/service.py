@@ -18,6 +18,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Final, TypeVar
@@ -48,9 +49,9 @@ from marketplace.fleet.sessions import NodeSession
 from marketplace.fleet.socket import AgentSocket
 from marketplace.fleet.view import FleetView
 from marketplace.matching.breakers import Breakers
-from marketplace.matching.rank import Rules, rank
 from marketplace.matching.retries import RetryBudget
-from marketplace.matching.types import Demand, Ranked
+from marketplace.matching.rules import Rules
+from marketplace.matching.types import Demand, OfferView, Ranked
 
 log = get_logger(__name__)
 
@@ -93,8 +94,8 @@ class Fleet:
         self._version_prefix = secrets.token_hex(4)
 
         self.rules = Rules(allow_simulated=settings.allow_simulated, stale_after_s=SILENT_S)
-        self.view = FleetView(self._gateway_id, self._occupancy, self._peers.linked)
-        self.links = Links(self._find_carrier, self._on_full)
+        self.view = FleetView(self._gateway_id, self._occupancy, self._peers.linked, rules=self.rules)
+        self.links = Links(self._find_carrier, self._on_full, self.view.first_token)
         self.reservations = Reservations(pipe, self._occupancy)
         self.breakers = Breakers()
         self.retries = RetryBudget()
@@ -145,9 +146,16 @@ class Fleet:
 
     def rank(self, demand: Demand) -> Ranked:
         """Offers that can run the demand now, best first, by this gateway's view, breakers and rules."""
-        offers = self.view.offers(demand.variant_id)
-        resting = self.breakers.resting((offer.node_id for offer in offers), demand.variant_id, time.monotonic())
-        return rank(offers, demand, self._rng, rules=self.rules, resting=resting)
+        return self.view.rank(demand, self._rng, resting=self.resting(demand.variant_id))
+
+    def resting(self, variant_id: UUID) -> frozenset[UUID]:
+        """Nodes whose breaker is open for this variant."""
+        return self.breakers.resting(self.view.index.nodes(variant_id), variant_id, time.monotonic())
+
+    def chosen(self, offer: OfferView, attempt_id: UUID, demand: Demand) -> None:
+        """A slot is reserved for an attempt: its prompt weighs there from now on, and a node on trial gets no other."""
+        self.view.weigh(attempt_id, offer.offer_id, demand)
+        self.breakers.chosen(offer.node_id, offer.variant_id, time.monotonic())
 
     @property
     def nodes_connected(self) -> int:
@@ -325,6 +333,7 @@ class Fleet:
         self._peers.follow(self.view.gateways())
 
     async def _housekeep(self) -> None:
+        self.view.index.rules = replace(self.rules, gateways=1 + len(self.view.gateways()))
         self._occupancy.sweep()
         self.view.expire_remote()
         self._peers.follow(self.view.gateways())

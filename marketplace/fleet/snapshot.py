@@ -55,6 +55,12 @@ class PublishedOffer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     unavailable_reason: str
     connected_at_us: int
     """When the node's socket was opened, by the database's clock: of two claims on a node, the later is right."""
+    region: str = ""
+    probation: bool = False
+    memory_needed_bytes: int | None = None
+    kv_step_s_per_token: float = 0.0
+    power_fraction: float = 1.0
+    headroom: float = 1.0
 
     @classmethod
     def of(cls, offer: OfferView, connected_at_us: int) -> PublishedOffer:
@@ -79,6 +85,12 @@ class PublishedOffer(msgspec.Struct, frozen=True, array_like=True, gc=False):
             memory_free_bytes=offer.memory_free_bytes,
             unavailable_reason=offer.unavailable_reason,
             connected_at_us=connected_at_us,
+            region=offer.region,
+            probation=offer.probation,
+            memory_needed_bytes=offer.memory_needed_bytes,
+            kv_step_s_per_token=offer.kv_step_s_per_token,
+            power_fraction=offer.power_fraction,
+            headroom=offer.headroom,
         )
 
     def view(self, gateway_id: str, elapsed_s: float) -> OfferView:
@@ -104,6 +116,12 @@ class PublishedOffer(msgspec.Struct, frozen=True, array_like=True, gc=False):
             decode_tokens_per_s=self.decode_tokens_per_s,
             memory_free_bytes=self.memory_free_bytes,
             unavailable_reason=self.unavailable_reason,
+            region=self.region,
+            probation=self.probation,
+            memory_needed_bytes=self.memory_needed_bytes,
+            kv_step_s_per_token=self.kv_step_s_per_token,
+            power_fraction=self.power_fraction,
+            headroom=self.headroom,
         )
 
 

@@ -15,7 +15,7 @@ from marketplace.core.database import SessionFactory
 from marketplace.gateway import metrics, models
 from marketplace.gateway.deps import Caller, GatewayServices, Renter
 from marketplace.gateway.parse import parse_chat
-from marketplace.gateway.quote import find, measure, quote
+from marketplace.gateway.quote import find_all, measure, quote
 
 router = APIRouter()
 operations = APIRouter(include_in_schema=False)
@@ -41,7 +41,7 @@ async def make_quote(request: Request, services: GatewayServices, principal: Ren
     limits = await services.limiter.acquire(principal)
     try:
         measured = await measure(services, chat)
-        ranked = find(services, measured.demand(principal.organisation_id), measured.offers)
+        ranked = find_all(services, measured.demand(principal.organisation_id))
         return quote(measured, ranked)
     finally:
         services.in_background(services.limiter.release(limits))

@@ -15,18 +15,18 @@ from uuid import UUID
 from marketplace.accounts.auth import Principal
 from marketplace.core.ids import new_id
 from marketplace.core.logs import get_logger
-from marketplace.gateway.answer import completion, usage_object
+from marketplace.gateway.answer import usage_object
 from marketplace.gateway.attempt import AttemptRun
 from marketplace.gateway.execution import Execution, LeaseLost, Settled, Work
 from marketplace.gateway.failures import InsufficientBalance, NoCapacity, failure, of_lost_lease
 from marketplace.gateway.outcomes import Ending, moves_on
 from marketplace.gateway.outlets import JsonOutlet, StreamOutlet
-from marketplace.gateway.quote import Measured, find
+from marketplace.gateway.quote import Measured, find_all
 from marketplace.gateway.services import Services
+from marketplace.gateway.surface import Surface
 from marketplace.jobs.endings import MAX_ATTEMPTS, MAX_PREEMPTIONS
 from marketplace.jobs.hot import Admit, AttemptLease, Lease
 from marketplace.jobs.states import JobState, Outcome
-from marketplace.jobs.sweeping import CHAT_ENDPOINT
 from marketplace.matching.types import Demand, Filter, OfferView, Rates, Refusal
 from marketplace.metering.pricing import affordable_output, worst_case
 
@@ -46,11 +46,6 @@ class Caller:
     created: int
     """Unix seconds."""
 
-    @property
-    def completion_id(self) -> str:
-        """The id that the client sees in the answer."""
-        return f"chatcmpl-{self.request_id.removeprefix('req_')}"
-
     @classmethod
     def now(cls, principal: Principal, request_id: str, arrived_at: float) -> Caller:
         return cls(principal, request_id, arrived_at, int(time.time()))
@@ -66,12 +61,18 @@ class Placement:
 
 
 class Interactive:
-    """One chat request from its admission to its end. Used once."""
+    """One request from its admission to its end. Used once."""
 
     def __init__(
-        self, services: Services, caller: Caller, measured: Measured, outlet: StreamOutlet | JsonOutlet
+        self,
+        services: Services,
+        caller: Caller,
+        measured: Measured,
+        outlet: StreamOutlet | JsonOutlet,
+        surface: Surface,
     ) -> None:
         self._services = services
+        self._surface = surface
         self._caller = caller
         self._measured = measured
         self._outlet = outlet
@@ -105,11 +106,10 @@ class Interactive:
     async def admit(self) -> Placement:
         """Reserve a slot, hold the worst case, lease the first attempt. Raises NoCapacity, InsufficientBalance and
         Unavailable; nothing is held then."""
-        offers = self._measured.offers
-        available_nano = 0
+        available_nano: int | None = None
         for _ in range(MAX_ADMISSIONS):
             attempt_id = new_id()
-            offer = await self._reserve(attempt_id, offers)
+            offer = await self._reserve(attempt_id, most_nano=available_nano)
             try:
                 admitted = await self._services.writer.submit(self._admission(offer, attempt_id))
             except BaseException:
@@ -122,28 +122,33 @@ class Interactive:
             # Awaited: what comes next must see the slot free again.
             await self._services.fleet.reservations.release(offer, attempt_id)
             available_nano = admitted.available_nano
-            offers = self._affordable(offer, available_nano)
-        raise self._short_of_balance(available_nano)
+            self._afford(offer, available_nano)
+        raise self._short_of_balance(available_nano or 0)
 
-    async def _reserve(self, attempt_id: UUID, offers: Sequence[OfferView], ceiling: Rates | None = None) -> OfferView:
-        """A slot at the best of these offers that has one. Raises NoCapacity."""
+    async def _reserve(
+        self, attempt_id: UUID, *, ceiling: Rates | None = None, most_nano: int | None = None
+    ) -> OfferView:
+        """A slot at the best offer that has one. Raises NoCapacity."""
         services = self._services
-        ranked = find(services, self._demand(ceiling), offers)
+        demand = self._demand(ceiling, most_nano)
+        ranked = services.fleet.rank(demand)
         if not ranked.offers:
             raise NoCapacity(ranked.refusal)
         taken = await services.fleet.reservations.reserve_first(ranked, attempt_id, services.pulse.reservation_s)
         if taken is None:
             nodes = len({offer.node_id for offer in ranked.offers})
             raise NoCapacity(Refusal({**ranked.refusal.refused, Filter.RESERVED: nodes}))
+        services.fleet.chosen(taken, attempt_id, demand)
         return taken
 
-    def _demand(self, ceiling: Rates | None = None) -> Demand:
+    def _demand(self, ceiling: Rates | None = None, most_nano: int | None = None) -> Demand:
         return self._measured.demand(
             self._caller.principal.organisation_id,
             ceiling=ceiling,
             excluded=frozenset(self._excluded),
             cached_tokens=self._cached_tokens,
             max_output_tokens=self._max_output,
+            most_nano=most_nano,
         )
 
     def _admission(self, offer: OfferView, attempt_id: UUID) -> Admit:
@@ -182,13 +187,12 @@ class Interactive:
     def _worst(self, offer: OfferView) -> int:
         return worst_case(offer.rates, self._measured.prompt_tokens, self._max_output)
 
-    def _affordable(self, refused: OfferView, available_nano: int) -> Sequence[OfferView]:
-        """The balance does not hold this offer's worst case: cheaper offers, or, for an answer that the client did not
-        bound, all that are cheap enough once it is lowered. Raises InsufficientBalance."""
-        offers = find(self._services, self._demand(), self._offers_now()).offers
-        cheaper = [offer for offer in offers if self._worst(offer) <= available_nano]
-        if cheaper:
-            return cheaper
+    def _afford(self, refused: OfferView, available_nano: int) -> None:
+        """The balance does not hold this offer's worst case: another try may take a cheaper one, or, where there is
+        none and the client did not bound the answer, any once it is lowered. Raises InsufficientBalance."""
+        offers = find_all(self._services, self._demand()).offers
+        if any(self._worst(offer) <= available_nano for offer in offers):
+            return
         prompt = self._measured.prompt_tokens
         affordable = affordable_output(refused.rates, prompt, available_nano)
         if affordable < 1:
@@ -196,7 +200,6 @@ class Interactive:
         if self._measured.client_bound or affordable < 1 or self._caller.principal.credit_account_id is None:
             raise self._short_of_balance(available_nano)
         self._max_output = min(self._max_output, affordable)
-        return [offer for offer in offers if self._worst(offer) <= available_nano]
 
     def _offers_now(self) -> Sequence[OfferView]:
         return self._services.fleet.view.offers(self._measured.variant.id)
@@ -241,7 +244,7 @@ class Interactive:
         return Work(
             job_id=self._job_id,
             request_id=caller.request_id,
-            endpoint=CHAT_ENDPOINT,
+            endpoint=self._surface.endpoint,
             organisation_id=caller.principal.organisation_id,
             key_id=caller.principal.key_id,
             variant=measured.variant,
@@ -285,7 +288,7 @@ class Interactive:
             return None
         attempt_id = new_id()
         try:
-            return await self._reserve(attempt_id, self._offers_now(), first.rates), attempt_id
+            return await self._reserve(attempt_id, ceiling=first.rates), attempt_id
         except NoCapacity:
             return None
 
@@ -335,8 +338,8 @@ class Interactive:
             await self._outlet.finish(reason, usage if self._measured.chat.include_usage else None)
             return
         await self._outlet.finish(
-            completion(
-                completion_id=self._caller.completion_id,
+            self._surface.whole(
+                completion_id=self._surface.answer_id(self._caller.request_id),
                 created=self._caller.created,
                 model=self._measured.chat.model,
                 pieces=settled.pieces,

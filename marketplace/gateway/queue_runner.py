@@ -33,7 +33,7 @@ from marketplace.jobs.repository import Dispatch, load_dispatch
 from marketplace.jobs.states import JobState
 from marketplace.jobs.sweeping import endpoint_of
 from marketplace.jobs.tasks import ASSIGN
-from marketplace.matching.types import OfferView
+from marketplace.matching.types import Demand, OfferView, Service
 from marketplace.metering.pricing import Priced
 from marketplace.metering.tokens import TokenCounts
 
@@ -153,6 +153,7 @@ class QueueRunner:
             execution.stop(Ending.CANCELLED)
         offer = _offer_of(services, dispatch)
         await services.fleet.reservations.renew(offer, dispatch.attempt_id, services.pulse.reservation_s)
+        services.fleet.chosen(offer, dispatch.attempt_id, _demand_of(dispatch))
         services.pulse.join(execution)
         try:
             await self._carry_out(execution, offer, dispatch)
@@ -184,11 +185,22 @@ class QueueRunner:
         await execution.conclude(run, result=result)
 
 
+def _demand_of(dispatch: Dispatch) -> Demand:
+    return Demand(
+        variant_id=dispatch.variant_id,
+        prompt_tokens=dispatch.prompt_tokens,
+        max_output_tokens=dispatch.max_output_tokens,
+        ceiling=dispatch.ceiling,
+        organisation_id=dispatch.organisation_id,
+        service=Service.FLEX,
+    )
+
+
 def _offer_of(services: Services, dispatch: Dispatch) -> OfferView:
     """The offer as the view knows it, at the price that the lease pinned; if it left the view, what the row says."""
-    for offer in services.fleet.view.offers(dispatch.variant_id):
-        if offer.offer_id == dispatch.offer_id:
-            return replace(offer, price_id=dispatch.price_id, rates=dispatch.rates)
+    offer = services.fleet.view.offer(dispatch.offer_id)
+    if offer is not None:
+        return replace(offer, price_id=dispatch.price_id, rates=dispatch.rates)
     return OfferView(
         offer_id=dispatch.offer_id,
         node_id=dispatch.node_id,

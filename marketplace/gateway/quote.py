@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +11,7 @@ from uuid import UUID
 from marketplace.catalog.service import VariantView
 from marketplace.core.amounts import usd
 from marketplace.core.errors import BadRequest
-from marketplace.gateway.parse import ChatRequest
+from marketplace.gateway.parse import Inference
 from marketplace.gateway.prefixes import pack
 from marketplace.gateway.services import Services
 from marketplace.matching.rank import rank
@@ -30,7 +30,7 @@ class ContextLengthExceeded(BadRequest):
 class Measured:
     """A request with its size."""
 
-    chat: ChatRequest
+    chat: Inference
     variant: VariantView
     prompt_tokens: int
     prompt_packed: bytes
@@ -38,8 +38,12 @@ class Measured:
     max_output_tokens: int
     client_bound: bool
     """True if the client set the bound; else it is the model's default, which the balance may lower."""
-    offers: Sequence[OfferView]
-    """What was offered of the variant when it was measured."""
+    list_offers: Callable[[], Sequence[OfferView]]
+
+    @property
+    def offers(self) -> Sequence[OfferView]:
+        """What is offered of the variant now; for answers that tell of all of it, not for picking."""
+        return self.list_offers()
 
     def demand(
         self,
@@ -49,6 +53,7 @@ class Measured:
         excluded: frozenset[UUID] = frozenset(),
         cached_tokens: Mapping[UUID, int] = MappingProxyType({}),
         max_output_tokens: int | None = None,
+        most_nano: int | None = None,
     ) -> Demand:
         """What the matcher must find room for."""
         return Demand(
@@ -60,50 +65,47 @@ class Measured:
             excluded_nodes=excluded,
             service=Service.INTERACTIVE,
             cached_tokens=cached_tokens,
+            most_nano=most_nano,
         )
 
 
-async def measure(services: Services, chat: ChatRequest) -> Measured:
+async def measure(services: Services, chat: Inference) -> Measured:
     """Resolve the model, count the prompt, bound the answer.
 
     Raises UnknownModel (404) with the nearest names, and ContextLengthExceeded (400).
     """
     variant = services.catalog.resolve(chat.model)
-    counted = await variant.count_prompt_async(chat.messages, chat.tools)
-    offers = services.fleet.view.offers(variant.id)
-    context = _context(services, variant, offers)
+    counted = await chat.count(variant)
+    # Tokens of the largest slot that serves the variant now; without any, what the model was trained for.
+    context = services.fleet.view.largest_context(variant.id) or variant.training_context
     return Measured(
         chat=chat,
         variant=variant,
         prompt_tokens=counted.tokens,
         prompt_packed=pack(counted.ids),
-        max_output_tokens=_output_bound(chat.max_tokens, variant.default_max_output, counted.tokens, context),
+        max_output_tokens=_output_bound(chat, variant.default_max_output, counted.tokens, context),
         client_bound=chat.max_tokens is not None,
-        offers=offers,
+        list_offers=lambda: services.fleet.view.offers(variant.id),
     )
 
 
-def _context(services: Services, variant: VariantView, offers: Sequence[OfferView]) -> int:
-    """Tokens of the largest slot that serves the variant now; without any, what the model was trained for."""
-    slots = [offer.context_per_slot for offer in offers if services.fleet.rules.allow_simulated or not offer.simulated]
-    return max(slots, default=variant.training_context)
-
-
-def _output_bound(asked: int | None, default: int, prompt_tokens: int, context: int) -> int:
+def _output_bound(chat: Inference, default: int, prompt_tokens: int, context: int) -> int:
+    asked = chat.max_tokens
     wanted = asked or 1
     if prompt_tokens + wanted > context:
-        cure = "Shorten the messages or lower max_tokens." if asked else "Shorten the messages."
+        cure = f"Shorten the {chat.prompt_field}{' or lower max_tokens' if asked else ''}."
         raise ContextLengthExceeded(
             f"This model's slots hold {context} tokens, but the request needs {prompt_tokens + wanted}: "
             f"{prompt_tokens} for the prompt and {'' if asked else 'at least '}{wanted} for the answer. {cure}",
-            param="messages",
+            param=chat.prompt_field,
         )
     return asked if asked is not None else min(default, context - prompt_tokens)
 
 
-def find(services: Services, demand: Demand, offers: Sequence[OfferView]) -> Ranked:
-    """Rank these offers, breakers considered."""
-    resting = services.fleet.breakers.resting((offer.node_id for offer in offers), demand.variant_id, services.now())
+def find_all(services: Services, demand: Demand) -> Ranked:
+    """Rank every offer, breakers considered: in time that grows with their number, for answers that tell of all."""
+    offers = services.fleet.view.offers(demand.variant_id)
+    resting = services.fleet.resting(demand.variant_id)
     return rank(offers, demand, services.rng, rules=services.fleet.rules, resting=resting)
 
 

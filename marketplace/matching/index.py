@@ -15,7 +15,8 @@ thousand, and in a small fleet it is exhaustive.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, KeysView
 from dataclasses import replace
 from itertools import islice
 from operator import itemgetter
@@ -47,6 +48,7 @@ EXACT_REFUSALS: Final = 2_000
 MAX_ORDERS: Final = 512
 MIX_STEPS: Final = 8
 _NOBODY: Final[frozenset[UUID]] = frozenset()
+_NO_NODES: Final[dict[UUID, list[Live]]] = {}
 
 
 class Reservation:
@@ -93,12 +95,14 @@ class _Sieve(NamedTuple):
 class _Market:
     """One variant."""
 
-    __slots__ = ("_usual", "by_node", "cells", "changes", "lives", "orders", "tidy_at")
+    __slots__ = ("_usual", "by_node", "cells", "changes", "contexts", "lives", "orders", "tidy_at")
 
     def __init__(self) -> None:
         self.cells: dict[Key, Cell] = {}
         self.by_node: dict[UUID, list[Live]] = {}
         self.lives = 0
+        self.contexts: Counter[tuple[int, bool]] = Counter()
+        """Offers by context of a slot, simulated ones apart."""
         self.changes = 0
         self.tidy_at = 64
         """With so many cells, the empty ones are looked for and dropped."""
@@ -118,6 +122,13 @@ class _Market:
                 cell.input_ratio = cell.floor.input / self._usual.input if self._usual.input else 0.0
                 cell.output_ratio = cell.floor.output / self._usual.output if self._usual.output else 0.0
         return self._usual
+
+    def count(self, offer: OfferView, by: int) -> None:
+        """An offer of this context came or went."""
+        key = (offer.context_per_slot, offer.simulated)
+        self.contexts[key] += by
+        if not self.contexts[key]:
+            del self.contexts[key]
 
     def changed(self, *, kinds: bool) -> None:
         """Offers came or went: what was derived from all of them is derived anew, at once for a new kind of offer."""
@@ -158,6 +169,9 @@ class FleetIndex:
             self.put(offer, now_s)
             return
         cell = live.cell
+        market = self._markets[offer.variant_id]
+        market.count(live.offer, -1)
+        market.count(offer, 1)
         live.describe(offer, now_s)
         live.busy = offer.slots_busy
         if cell is not None and cell.key == key_of(live):
@@ -165,7 +179,7 @@ class FleetIndex:
             return
         if cell is not None:
             cell.take(live)
-        self._cell_of(self._markets[offer.variant_id], live).put(live, level_of(live))
+        self._cell_of(market, live).put(live, level_of(live))
 
     def remove(self, offer_id: UUID) -> None:
         """The offer is gone. Removing what is not there does nothing."""
@@ -176,6 +190,7 @@ class FleetIndex:
         if live.cell is not None:
             live.cell.take(live)
         market.lives -= 1
+        market.count(live.offer, -1)
         market.changed(kinds=False)
         siblings = market.by_node[live.offer.node_id]
         siblings.remove(live)
@@ -278,6 +293,19 @@ class FleetIndex:
     def lives(self, variant_id: UUID) -> Iterator[Live]:
         """The same with their running load, for explanations. Not to be changed."""
         return self._all(variant_id)
+
+    def nodes(self, variant_id: UUID) -> KeysView[UUID]:
+        """Nodes that offer a variant, whatever their state."""
+        market = self._markets.get(variant_id)
+        return market.by_node.keys() if market is not None else _NO_NODES.keys()
+
+    def largest_context(self, variant_id: UUID) -> int:
+        """Tokens of the largest slot that serves a variant, whatever its state; 0 for none."""
+        market = self._markets.get(variant_id)
+        if market is None:
+            return 0
+        allowed = self.rules.allow_simulated
+        return max((tokens for tokens, simulated in market.contexts if allowed or not simulated), default=0)
 
     def usual(self, variant_id: UUID) -> Rates:
         """What this variant usually costs: the median ask for input and for output."""
@@ -470,6 +498,7 @@ class FleetIndex:
         if market is None:
             market = self._markets[live.offer.variant_id] = _Market()
         market.lives += 1
+        market.count(live.offer, 1)
         market.changed(kinds=False)
         market.by_node.setdefault(live.offer.node_id, []).append(live)
         self._cell_of(market, live).put(live, level_of(live))

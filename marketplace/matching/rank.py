@@ -22,6 +22,7 @@ from marketplace.matching.cost import Cost, Want, cost_of, want
 from marketplace.matching.live import Live
 from marketplace.matching.rules import DEFAULT_RULES, Rules
 from marketplace.matching.types import CURABLE, Demand, Filter, OfferView, Ranked, Rates, Refusal
+from marketplace.metering.pricing import worst_case
 
 __all__ = [
     "DEFAULT_RULES",
@@ -92,8 +93,8 @@ def _checks(
 
 
 def worst_nano(rates: Rates, demand: Demand) -> int:
-    """What the demand could cost at most at these rates, in nano-USD, rounded up."""
-    return -(-(demand.prompt_tokens * rates.input + demand.max_output_tokens * rates.output) // 1_000_000)
+    """What the demand could cost at most at these rates, in nano-USD: what would be held."""
+    return worst_case(rates, demand.prompt_tokens, demand.max_output_tokens)
 
 
 def refusals(reasons: Iterable[tuple[UUID, Filter | None]]) -> Refusal:

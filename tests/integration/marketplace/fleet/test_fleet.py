@@ -85,7 +85,8 @@ class TestANodeThatConnects:
                 assert (offer.slots, offer.slots_busy, offer.context_per_slot) == (2, 0, 2048)
                 assert offer.memory_free_bytes == 6 << 30
                 assert offer.owner_organisation_id == node.organisation_id
-                assert home.fleet.rank(demand(variant_id=variants[SHA256])).offers == (offer,)
+                ranked = home.fleet.rank(demand(variant_id=variants[SHA256]))
+                assert [found.offer_id for found in ranked.offers] == [offer.offer_id]
                 await running.close()
                 await until(lambda: not home.fleet.view.offers(variants[SHA256]))
                 await until(lambda: ended_intervals(session_factory) == [True])

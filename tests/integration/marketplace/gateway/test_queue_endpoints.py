@@ -30,6 +30,7 @@ from marketplace.jobs.models import Outcome
 from marketplace.jobs.tasks import assign_until_done
 from marketplace.jobs.writer import HotWriter
 from marketplace.matching.rank import Rules
+from marketplace.matching.types import OfferView
 from marketplace.metering.pricing import worst_case
 from tests.market import PROMPT_TOKENS, RATES, Renter
 from tests.queue_world import QueueWorld, wait_until
@@ -121,7 +122,14 @@ def door(settings: Settings, session_factory: SessionFactory) -> Iterator[Door]:
     writer = HotWriter(settings.database_url)
     pipe = ValkeyPipe(connect_async(settings.valkey_url))
     woken: list[bool] = []
-    view = SimpleNamespace(offers=lambda variant_id: [o for o in world.offers if o.variant_id == variant_id])
+
+    def offers(variant_id: UUID) -> list[OfferView]:
+        return [offer for offer in world.offers if offer.variant_id == variant_id]
+
+    def largest_context(variant_id: UUID) -> int:
+        return max((offer.context_per_slot for offer in offers(variant_id)), default=0)
+
+    view = SimpleNamespace(offers=offers, largest_context=largest_context)
     services = Services(
         settings=settings,
         session_factory=session_factory,
