@@ -145,7 +145,7 @@ class LocalStack:
                 access = self._bootstrap(factory)
                 self._start_servers(urls, access)
                 if self._with_agent:
-                    self._start_agent(factory)
+                    self._start_agent(factory, access.renter_key)
             finally:
                 engine.dispose()
         except BaseException:
@@ -252,7 +252,7 @@ class LocalStack:
         self.spawn("beat", "clock (beat)", "beat", environment=environment)
         gateway.wait_until(lambda: answers(f"{self.url}/readyz"), timeout_s=READY_S)
 
-    def _start_agent(self, factory: SessionFactory) -> None:
+    def _start_agent(self, factory: SessionFactory, renter_key: str) -> None:
         self._say("Starting the agent and its engine")
         if not (self.agent_dir / "identity.json").exists():
             with transaction(factory) as session:
@@ -271,7 +271,7 @@ class LocalStack:
         # The port may be another one than at enrolment.
         run = ("agent", "run", "--dir", str(self.agent_dir), "--url", self.url)
         agent = self.spawn("agent", "agent", *run, environment={})
-        agent.wait_until(lambda: offered(factory), timeout_s=AGENT_READY_S, every_s=0.1)
+        agent.wait_until(lambda: has_capacity(self.url, renter_key), timeout_s=AGENT_READY_S, every_s=0.1)
 
 
 def write_private(path: Path, text: str) -> None:
@@ -291,10 +291,17 @@ def answers(url: str) -> bool:
         return False
 
 
-def offered(factory: SessionFactory) -> bool:
-    """True if an offer is live."""
-    with factory() as session:
-        return enrolment.live_offers(session) > 0
+def has_capacity(url: str, key: str) -> bool:
+    """True if the gateway would serve the model now. It is asked, since the rows of a stack that was killed may still
+    say that its node is on offer."""
+    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "?"}], "max_tokens": 1}).encode()
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/quote", data=body, headers=headers)  # noqa: S310 - our own address
+    try:
+        with urllib.request.urlopen(request, timeout=2) as answer:  # noqa: S310 - as above
+            return bool(json.load(answer)["capacity"]["available"])
+    except (urllib.error.URLError, OSError, ValueError, KeyError):
+        return False
 
 
 def default_data_dir() -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import psycopg
 import pytest
 
 from marketplace.core.migrate import check
-from marketplace.embedded import StoreUrls
+from marketplace.embedded import StoreUrls, socket_folder
 from marketplace.local import free_port
 from tests.e2e.local_run import LocalRun
 from tests.stack import public_folder, until
@@ -80,7 +81,7 @@ def test_serves_is_refused_a_second_time_is_killed_comes_back_and_ends(folder: P
     third.wait_for(SERVES)
     assert curl_line(third) == line
     again = paste(line)
-    assert again["choices"][0]["message"]["content"] == answer["choices"][0]["message"]["content"] or again["usage"]
+    assert again["choices"][0]["message"]["content"], again
     with psycopg.connect(database_of(state)) as connection:
         query = "select count(*) from outcomes where outcome = 'complete'"
         until(lambda: connection.execute(query).fetchone() == (2,), "both answers in the books", within_s=10)
@@ -95,8 +96,6 @@ def test_serves_is_refused_a_second_time_is_killed_comes_back_and_ends(folder: P
 
 
 def database_of(state: Path) -> str:
-    from marketplace.embedded import socket_folder
-
     return f"postgresql://postgres@/fallow?host={socket_folder(state) / 'pg'}"
 
 
@@ -124,8 +123,6 @@ def test_uses_the_servers_that_the_environment_names(
 
 
 def test_a_port_that_is_taken_is_named_and_nothing_is_started(folder: Path, runs: list[LocalRun]) -> None:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         run = LocalRun(folder, "up", "--data-dir", str(folder / "state"), "--port", port)
