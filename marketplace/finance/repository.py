@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, Row, Select, func, or_, select, text, union_all
+from sqlalchemy import ColumnElement, Row, Select, func, or_, select, text, true, union_all
 from sqlalchemy.dialects.postgresql import distinct_on
 from sqlalchemy.orm import Session
 
@@ -55,9 +55,9 @@ _USAGE = text(
       from leases group by node_id, device_id
     )
     select f.node_id, f.device_id, f.offers,
-           (select sum(extract(epoch from upper(s) - lower(s))) from unnest(f.span) s) * 1e6 as offered_us,
-           (select sum(extract(epoch from upper(s) - lower(s))) from unnest(f.span * w.rented) s) * 1e6 as rented_us,
-           (select sum(extract(epoch from upper(s) - lower(s))) from unnest(f.span * w.busy) s) * 1e6 as busy_us,
+           (select extract(epoch from sum(upper(s) - lower(s))) from unnest(f.span) s) * 1e6 as offered_us,
+           (select extract(epoch from sum(upper(s) - lower(s))) from unnest(f.span * w.rented) s) * 1e6 as rented_us,
+           (select extract(epoch from sum(upper(s) - lower(s))) from unnest(f.span * w.busy) s) * 1e6 as busy_us,
            (select sum(o.slots * o.decode_tokens_per_s) from offers o
             where o.id = any(f.offers) and cardinality(f.offers) = 1) as capacity_tokens_per_s
     from offered f left join work w using (node_id, device_id)
@@ -128,12 +128,15 @@ def nodes_of(session: Session, owner_id: UUID) -> Sequence[Node]:
     return session.scalars(select(Node).where(Node.organisation_id == owner_id).order_by(Node.name, Node.id)).all()
 
 
-def node_costs(session: Session, owner_id: UUID, before: datetime) -> dict[UUID, NodeCost]:
-    """Node -> the newest of its declarations that is valid before a time."""
+def node_costs(
+    session: Session, owner_id: UUID, before: datetime, declared_until: datetime | None
+) -> dict[UUID, NodeCost]:
+    """Node -> the newest of its declarations that is valid before a time, of those made until `declared_until`."""
+    known = NodeCost.declared_at <= declared_until if declared_until is not None else true()
     rows = session.scalars(
         select(NodeCost)
         .join(Node, Node.id == NodeCost.node_id)
-        .where(Node.organisation_id == owner_id, NodeCost.valid_from < before)
+        .where(Node.organisation_id == owner_id, NodeCost.valid_from < before, known)
         .order_by(NodeCost.node_id, NodeCost.valid_from.desc(), NodeCost.id.desc())
         .ext(distinct_on(NodeCost.node_id))
     )

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -263,7 +263,7 @@ def _economics(
     for device in devices:
         if device.node_id is not None:
             by_node[device.node_id].append(device)
-    costs = repository.node_costs(session, owner_id, period.end)
+    costs = repository.node_costs(session, owner_id, period.end, _closed_at(session, period))
     found = []
     for node in repository.nodes_of(session, owner_id):
         start, end = max(period.start, node.enrolled_at), min(period.end, utcnow())
@@ -272,6 +272,14 @@ def _economics(
             activity = _activity(own, start, max(start, end))
             found.append(economics(node.id, node.name, activity, _declared(node, costs.get(node.id))))
     return tuple(found)
+
+
+def _closed_at(session: Session, period: Period) -> datetime | None:
+    """When the books of a whole period were closed: what was declared later changes no statement of it."""
+    last = ledger.find_period(session, period.end - timedelta(microseconds=1))
+    if last is None or last.snapshot is None:
+        return None
+    return last.snapshot.closed_at
 
 
 def _activity(devices: Sequence[DeviceYield], start: datetime, end: datetime) -> Activity:

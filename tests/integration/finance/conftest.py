@@ -97,7 +97,8 @@ class World:
         """Something delivered, not yet settled: 20% fee, or all paid by our loss account. Returns the receipt's id."""
         job = self._job(session, at)
         ended = "platform_failed" if lost else outcome
-        session.get_one(Job, job).outcome = ended
+        row = session.get_one(Job, job)
+        row.outcome = ended
         if not lost:
             ledger.reserve(session, job, self.credit_account, nano, at + FOREVER)
         fee = 0 if lost else ledger.divide_half_even(nano, 5)
@@ -131,7 +132,7 @@ class World:
         session.add(receipt)
         session.add(
             Outcome(
-                request_id=job.hex,
+                request_id=row.request_id,
                 organisation_id=self.renter,
                 endpoint="chat",
                 outcome=ended,

@@ -18,14 +18,17 @@ from sqlalchemy.orm import Session
 import ledger
 from marketplace.billing import service as billing
 from marketplace.core.clock import utcnow
-from marketplace.finance import reports, service
+from marketplace.core.database import SessionFactory
+from marketplace.finance import closing, reports, service
 from marketplace.finance.costs import Declaration, declare
 from marketplace.finance.files import NotWritten
 from marketplace.finance.period import Period
 from marketplace.finance.statement import YieldStatement
+from marketplace.metering.models import Receipt
 from tests.integration.finance.conftest import World
 
 HOUR = timedelta(hours=1)
+FORMATS = ("csv", "xlsx", "pdf")
 
 
 @pytest.fixture
@@ -198,3 +201,32 @@ class TestPeriodsMeet:
         assert first.account.closing_nano == second.account.opening_nano
         closing = {row.state: row.closing_nano for row in first.account.states}
         assert closing == {row.state: row.opening_nano for row in second.account.states}
+
+
+class TestClosedPeriod:
+    def test_its_statement_never_changes_again(
+        self, session: Session, session_factory: SessionFactory, world: World, tmp_path: Path
+    ) -> None:
+        now = utcnow()
+        world.offered(session, now - HOUR, now - HOUR / 2)
+        world.receipt(session, now - HOUR / 2, 1_003)
+        late = world.receipt(session, now - HOUR / 4, 77)
+        declare(session, world.node, Declaration(pue="1", energy_usd_per_kwh="0.10", other_usd_per_hour="0.01"))
+        session.commit()
+        billing.settle(session, 1)
+        session.commit()
+        period = Period(now - HOUR, utcnow())
+        closing.close_period(session_factory, period)
+
+        def render(name: str) -> list[bytes]:
+            statement = service.yield_statement(session, world.owner, period.start, period.end)
+            return [service.write_statement(statement, tmp_path / f"{name}.{s}").read_bytes() for s in FORMATS]
+
+        first = render("first")
+        billing.settle(session, 100)
+        changed = Declaration(other_usd_per_hour="9", valid_from=now - HOUR)
+        declare(session, world.node, changed)
+        world.receipt(session, utcnow(), 5)
+        session.commit()
+        assert session.get_one(Receipt, late).journal_id is not None
+        assert render("second") == first
