@@ -7,7 +7,7 @@ import gc
 import logging
 import signal
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -24,12 +24,12 @@ from agent.telemetry import nvml
 from agent.telemetry.cpu import CpuSource, DeclaredPower
 from agent.telemetry.port import Source
 from agent.telemetry.watched import Watched
-from agent.weights import HashStore, locate, verify
+from agent.weights import HashStore, WeightStore, is_url, locate, verify
 
 log = logging.getLogger("fallow.agent")
 
 
-def engine_config(model: ModelTable, weights: Path | None, run_dir: Path) -> EngineConfig:
+def engine_config(model: ModelTable, weights: Path | None, run_dir: Path, device_id: str = "cpu") -> EngineConfig:
     """What config.toml says, for the engine's factory. Raises ConfigError if the key file cannot be read."""
     api_key = None
     if model.api_key_file is not None:
@@ -50,33 +50,104 @@ def engine_config(model: ModelTable, weights: Path | None, run_dir: Path) -> Eng
         url=model.url,
         api_key=api_key,
         served_model=model.served_model,
+        dialect=model.dialect,
+        device_id=device_id,
+        program=model.command,
+        arguments=tuple(model.arguments),
+        memory_share=model.memory_share,
+        isolate=model.isolate,
         simulation=dict(model.simulation),
     )
 
 
-def _prepare(home: Path, number: int, model: ModelTable, hashes: HashStore) -> tuple[Served, EngineConfig]:
-    weights = None if model.weights is None else locate(model.weights)
-    if weights is None:
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    served: Served
+    settings: EngineConfig
+    check: Callable[[bool], None] | None
+    """Raises ConfigError if the weights are not what they were; True reads them afresh."""
+
+
+def _find_weights(model: ModelTable, hashes: HashStore, store: WeightStore) -> tuple[str, Path | None]:
+    """(variant, file) of a model whose weights are here. Raises ConfigError."""
+    if model.weights is None:
         assert model.sha256 is not None  # checked when the configuration was parsed
-        variant = model.sha256
-    else:
-        variant = verify(hashes, weights, model.sha256)
+        return model.sha256, None
+    if is_url(model.weights):
+        assert model.sha256 is not None
+        path = store.find(model.sha256)
+        if path is None:
+            raise ConfigError(f"The weights {model.sha256[:12]} are not here yet: run `fallow agent fetch`.")
+        return model.sha256, path
+    path = locate(model.weights)
+    if path.is_dir():
+        if model.sha256 is None:
+            raise ConfigError(f"{path} is a folder: set sha256 to the hash of the variant that it holds.")
+        return model.sha256, path
+    return verify(hashes, path, model.sha256), path
+
+
+def _prepare(
+    home: Path, number: int, model: ModelTable, *, hashes: HashStore, store: WeightStore, cards: list[str]
+) -> list[_Prepared]:
+    """One model's engines: a replica on every card that is meant."""
+    variant, weights = _find_weights(model, hashes, store)
     ask = model.ask_usd_per_mtok.parse()
-    served = Served(
-        variant=variant,
-        device_id=model.device,
-        slots=model.slots,
-        context_per_slot=model.context_per_slot,
-        input_nano_usd_per_mtok=ask.input,
-        cached_input_nano_usd_per_mtok=ask.cached_input,
-        output_nano_usd_per_mtok=ask.output,
-    )
-    settings = engine_config(model, weights, home / "run" / str(number))
-    try:
-        make_engine(settings)
-    except ValueError as error:
-        raise ConfigError(f"models[{number}]: {error}.") from error
-    return served, settings
+    devices = cards if model.device == "gpu" else [model.device]
+    if not devices:
+        raise ConfigError(
+            f"models[{number}]: device is gpu, and no usable GPU is here; `fallow agent doctor` says why."
+        )
+    check = None
+    if weights is not None and weights.is_file():
+        check = _checker(hashes, weights, variant)
+    prepared = []
+    for place, device_id in enumerate(devices):
+        served = Served(
+            variant=variant,
+            device_id=device_id,
+            slots=model.slots,
+            context_per_slot=model.context_per_slot,
+            input_nano_usd_per_mtok=ask.input,
+            cached_input_nano_usd_per_mtok=ask.cached_input,
+            output_nano_usd_per_mtok=ask.output,
+            model=number,
+            attached=model.engine == "openai",
+        )
+        try:
+            settings = engine_config(model, weights, home / "run" / f"{number}-{place}", device_id)
+            make_engine(settings)
+        except ValueError as error:
+            raise ConfigError(f"models[{number}]: {error}.") from error
+        prepared.append(_Prepared(served, settings, check))
+    return prepared
+
+
+def _checker(hashes: HashStore, path: Path, variant: str) -> Callable[[bool], None]:
+    def check(afresh: bool) -> None:
+        verify(hashes, path, variant, afresh=afresh)
+
+    return check
+
+
+def weight_store(home: Path, config: AgentConfig) -> WeightStore:
+    """The store that the configuration names."""
+    table = config.weights
+    folder_ = Path(table.folder).expanduser() if table.folder else home / "weights"
+    return WeightStore(folder_, int(table.budget_gib * 2**30), HashStore(home / "weights.json"))
+
+
+async def fetch_missing(
+    home: Path, config: AgentConfig, told: Callable[[int, int | None], None] | None = None
+) -> list[Path]:
+    """Have every model's weights here that come from the network. Raises ConfigError."""
+    store = weight_store(home, config)
+    named = [model.sha256 for model in config.models if model.sha256 is not None]
+    return [
+        await store.fetch(model.weights, model.sha256, keep=named, told=told)
+        for model in config.models
+        if model.weights is not None and model.sha256 is not None and is_url(model.weights)
+    ]
 
 
 def _sources(config: AgentConfig) -> list[Source]:
@@ -84,7 +155,12 @@ def _sources(config: AgentConfig) -> list[Source]:
     if not nvml.has_library():
         log.info("no_gpu reason='no NVIDIA driver on this machine'")
         return sources
-    gpus = Watched(nvml.NvmlSource())
+    driver = nvml.NvmlSource()
+    if config.power.gpu_limit_watts is not None:
+        refused = driver.limit_power(config.power.gpu_limit_watts)
+        if refused:
+            log.warning("power_limit_not_set reason=%r", refused)
+    gpus = Watched(driver)
     gpus.start()
     if gpus.problem:
         log.warning("no_gpu reason=%r", gpus.problem)
@@ -101,16 +177,24 @@ def build(home: Path, url: str | None = None) -> Daemon:
     if not config.models:
         raise ConfigError(f"{home / 'config.toml'} names no model to serve: add a [[models]] table.")
     hashes = HashStore(home / "weights.json")
-    prepared = [_prepare(home, number, model, hashes) for number, model in enumerate(config.models)]
-    if len({served.key for served, _ in prepared}) != len(prepared):
+    store = weight_store(home, config)
+    sources = _sources(config)
+    cards = [report.device_id for source in sources for report in source.sample() if report.kind == "gpu"]
+    prepared = [
+        entry
+        for number, model in enumerate(config.models)
+        for entry in _prepare(home, number, model, hashes=hashes, store=store, cards=cards)
+    ]
+    if len({entry.served.key for entry in prepared}) != len(prepared):
         raise ConfigError("config.toml: two models have the same weights on the same device.")
     return Daemon(
         home=home,
         identity=identity,
         config=config,
-        served=[served for served, _ in prepared],
-        makers={served.key: _maker(settings) for served, settings in prepared},
-        sources=_sources(config),
+        served=[entry.served for entry in prepared],
+        makers={entry.served.key: _maker(entry.settings) for entry in prepared},
+        sources=sources,
+        checks={entry.served.key: entry.check for entry in prepared if entry.check is not None},
     )
 
 
@@ -124,6 +208,7 @@ async def serve(home: Path, url: str | None = None) -> int:
     lock = folder.Lock(home)
     lock.take()
     try:
+        await fetch_missing(home, configuration.load(home))
         daemon = build(home, url)
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):

@@ -23,7 +23,7 @@ from agent import home as folder
 from agent import identity as identities
 from agent.awake import Awake
 from agent.client import Client, TurnedAway
-from agent.config import AgentConfig, AskTable, ModelTable
+from agent.config import AgentConfig, AskTable, ConfigError, ModelTable
 from agent.earnings import Earnings
 from agent.engines.port import Done, Engine, EngineError, EngineEvent, EngineRequest, Piece
 from agent.events import Event
@@ -32,7 +32,7 @@ from agent.policy import Sold
 from agent.protocol import GatewayFrame, RunningAttempt, Telemetry, Welcome
 from agent.records import EngineState, Served
 from agent.state import AgentState
-from agent.supervisor import Supervisor
+from agent.supervisor import Supervisor, log_name
 from agent.telemetry.port import Source, worth_sending
 from agent.version import version
 
@@ -61,7 +61,10 @@ class Daemon:
         served: list[Served],
         makers: dict[str, Callable[[], Engine]],
         sources: list[Source],
+        checks: dict[str, Callable[[bool], None]] | None = None,
     ) -> None:
+        """`makers` and `checks` are by engine; a check raises ConfigError for weights that changed, and reads them
+        afresh if told to."""
         self._home = home
         self._identity = identity
         self._config = config
@@ -73,7 +76,11 @@ class Daemon:
             declared_idle_watts=config.power.idle_watts,
             declared_load_watts=config.power.load_watts,
         )
-        self._supervisors = {key: Supervisor(key, make, self._dispatch) for key, make in makers.items()}
+        self._checks = checks or {}
+        self._changed_weights: dict[str, str] = {}
+        self._supervisors = {
+            key: Supervisor(key, make, self._dispatch, self._check_of(key)) for key, make in makers.items()
+        }
         self._client = Client(identity.file.url, identity, version(), self)
         self._work: dict[bytes, asyncio.Task[events.WorkEvent]] = {}
         self._stop_requested = asyncio.Event()
@@ -98,6 +105,7 @@ class Daemon:
             asyncio.create_task(self._client.run(), name="client"),
             asyncio.create_task(self._tick_forever(), name="tick"),
             *(asyncio.create_task(item.run(), name="engine") for item in self._supervisors.values()),
+            asyncio.create_task(self._check_again(), name="weights"),
         ]
         stopping = asyncio.create_task(self._stop_requested.wait(), name="stop")
         try:
@@ -152,6 +160,24 @@ class Daemon:
                 log.error("driver_stuck: ending, to be started anew")
                 self._restarting = True
                 self._stop_requested.set()
+
+    def _check_of(self, key: str) -> Callable[[], None] | None:
+        check = self._checks.get(key)
+        return None if check is None else lambda: check(False)
+
+    async def _check_again(self) -> None:
+        """Read the weights again now and then: a byte that changed must not go on answering."""
+        pause_s = self._config.weights.check_every_h * 3600
+        while True:
+            await asyncio.sleep(pause_s)
+            for key, check in self._checks.items():
+                try:
+                    await asyncio.to_thread(check, True)
+                except ConfigError as error:
+                    log.error("weights_changed engine_key=%s reason=%r", log_name(key), str(error))
+                    self._changed_weights[key] = str(error)
+                    engine = self._state.engines[key]
+                    self._dispatch(events.EngineFailed(key, engine.generation, str(error), time.monotonic()))
 
     # --- events and instructions --------------------------------------------------------------------------------------
 
@@ -212,7 +238,7 @@ class Daemon:
             body = msgspec.json.decode(work.body, type=dict[str, object])
         except msgspec.DecodeError:
             return events.WorkBroke(work.attempt, "engine_rejected", "the request is not JSON", time.monotonic())
-        request = EngineRequest(body, work.max_output_tokens, work.cache_scope, work.timeout_s)
+        request = EngineRequest(body, work.max_output_tokens, work.cache_scope, work.timeout_s, work.prompt_tokens)
         self._dispatch(events.WorkBegan(work.attempt, time.monotonic()))
         # The port promises aclose; typing has no name for an iterator with it but the generator's.
         stream = cast("AsyncGenerator[EngineEvent, None]", engine.generate(request))
@@ -352,6 +378,7 @@ class Daemon:
         found = list(self._lookout.problems)
         if self._lookout.config_error:
             found.append(f"config.toml was changed and is not used: {self._lookout.config_error}")
+        found += self._changed_weights.values()
         if self._restart_needed:
             found.append("config.toml names other models or engines: they count when the agent is started again")
         return found

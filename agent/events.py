@@ -177,6 +177,7 @@ class StartWork:
     max_output_tokens: int
     cache_scope: str
     timeout_s: float
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

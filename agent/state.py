@@ -265,6 +265,7 @@ class AgentState:
                 max_output_tokens=frame.max_output_tokens,
                 cache_scope=frame.cache_scope,
                 timeout_s=deadline_s + TIMEOUT_MARGIN_S,
+                prompt_tokens=frame.prompt_tokens,
             )
         )
 

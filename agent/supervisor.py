@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from agent.engines.port import STOP_GRACE_S, Engine, EngineError, EngineFacts
+from agent.errors import ConfigError
 from agent.events import EngineEvent, EngineFailed, EngineReady, IdleVerified
 
 log = logging.getLogger("fallow.agent.engine")
@@ -32,10 +33,18 @@ class Supervisor:
     `run` does the work, until cancelled; it ends only after the engine's process is gone.
     """
 
-    def __init__(self, key: str, make: Callable[[], Engine], dispatch: Callable[[EngineEvent], None]) -> None:
+    def __init__(
+        self,
+        key: str,
+        make: Callable[[], Engine],
+        dispatch: Callable[[EngineEvent], None],
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        """`check` looks at the weights before each start, in a thread; it raises ConfigError."""
         self._key = key
         self._name = log_name(key)
         self._make = make
+        self._check = check
         self._dispatch = dispatch
         self._wanted: int | None = None
         self._at_once = False
@@ -83,6 +92,8 @@ class Supervisor:
     async def _serve(self, generation: int) -> None:
         engine: Engine | None = None
         try:
+            if self._check is not None:
+                await asyncio.to_thread(self._check)
             engine = self._make()
             started = time.monotonic()
             facts = await self._start(engine, generation)
@@ -97,6 +108,8 @@ class Supervisor:
             await self._watch(engine, generation)
         except EngineError as error:
             self._fail(generation, error.message)
+        except ConfigError as error:
+            self._fail(generation, str(error))
         except Exception as error:
             # The edge to an adapter: whatever it raises must cost this engine, not the agent.
             log.exception("engine_adapter_broke engine_key=%s", self._name)

@@ -46,7 +46,12 @@ PIECES_PER_TOKEN: Final = 4
 
 _NOTHING: Final = frozenset({b"", b"null", b"[]"})
 _REJECTED_STATUSES: Final = frozenset({400, 404, 405, 413, 415, 422})
-_OVERFLOW: Final = re.compile(r"context (length|size|window)|exceed_context_size|maximum context", re.IGNORECASE)
+_OVERFLOW: Final = re.compile(
+    r"context (length|size|window)|exceed_context_size|maximum context|max_model_len|longer than the model"
+    r"|max_new_tokens|input (is )?too long|prompt is too long",
+    re.IGNORECASE,
+)
+"""How llama.cpp, vLLM, SGLang, TGI and their like word it."""
 
 
 class _TopLogprob(msgspec.Struct, gc=False):
@@ -146,6 +151,31 @@ class Dialect:
     """The field that separates tenants in its prefix cache. None: it has none, or the adapter separates otherwise."""
     counts_prompt: bool = True
     """False: its prompt_tokens is an estimate, and is not reported."""
+    truncates: bool = False
+    """True: it cuts a prompt that is too long, and says nothing. Then its count of the prompt is compared with ours."""
+    context_path: str = ""
+    """Where it tells the context of one request, in tokens, as `context_key` somewhere in its JSON."""
+    context_key: str = ""
+    load_path: str = ""
+    """Where it tells its requests in JSON, if not at /metrics, as the sum of `load_keys`."""
+    load_keys: tuple[str, ...] = ()
+    tokenise_path: str = "/tokenize"
+    abort_path: str = ""
+    """Where a request is aborted by the name in `abort_field` of its body, besides closing the connection."""
+    abort_field: str = ""
+    sleep: tuple[str, str] = ("", "")
+    """(path, JSON body) that frees the memory while the server lives; empty: it cannot."""
+    wake: tuple[str, str] = ("", "")
+
+
+def path_of(request: EngineRequest) -> str:
+    """Where the request goes."""
+    return "/v1/completions" if is_completion(request) else "/v1/chat/completions"
+
+
+def is_completion(request: EngineRequest) -> bool:
+    """True for a text completion, False for a chat."""
+    return "prompt" in request.body
 
 
 def build_body(request: EngineRequest, dialect: Dialect, model: str, extra: dict[str, object]) -> bytes:

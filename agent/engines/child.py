@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from agent.engines.sandbox import enclose
+
 _PR_SET_PDEATHSIG: Final = 1
 _OOM_SCORE: Final = "500"
 """If the machine runs out of memory, the engine goes before the agent and the owner's programs."""
@@ -23,6 +25,12 @@ _OOM_SCORE: Final = "500"
 
 def prepare() -> dict[str, Any]:
     """Bind this process's life to the agent's, make it private, and return the configuration read from stdin."""
+    return bind(lifeline=True)
+
+
+def bind(*, lifeline: bool) -> dict[str, Any]:
+    """As `prepare`. Without the lifeline the process may become another program, which the kernel still ends with the
+    agent. The configuration gains `protection`: what keeps this process from files and network."""
     parent = os.getppid()
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -33,13 +41,23 @@ def prepare() -> dict[str, Any]:
     config = json.loads(sys.stdin.buffer.readline())
     if not isinstance(config, dict) or os.getppid() != parent:
         sys.exit(1)
-    threading.Thread(target=_follow_lifeline, name="lifeline", daemon=True).start()
+    enclosure = config.pop("enclosure", None)
+    config["protection"] = []
+    if enclosure is not None:
+        config["protection"] = enclosure.get("outside") or enclose(enclosure["readable"], enclosure["writable"])
+        _die_with_parent()  # the kernel forgets it when the credentials change
+    _protection.extend(config["protection"])
+    if lifeline:
+        threading.Thread(target=_follow_lifeline, name="lifeline", daemon=True).start()
     return config
 
 
+_protection: list[str] = []
+
+
 def say(**answer: object) -> None:
-    """One JSON line to the agent."""
-    sys.stdout.write(json.dumps(answer) + "\n")
+    """One JSON line to the agent, with what encloses this process."""
+    sys.stdout.write(json.dumps({"protection": _protection, **answer}) + "\n")
     sys.stdout.flush()
 
 

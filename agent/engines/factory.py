@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, get_args
@@ -11,8 +12,9 @@ import msgspec
 
 from agent.engines.port import Engine
 
-EngineKind = Literal["llama.cpp", "openai", "simulated", "simulated-inline"]
+EngineKind = Literal["llama.cpp", "llama-server", "vllm", "openai", "simulated", "simulated-inline"]
 ENGINE_KINDS: Final[tuple[EngineKind, ...]] = get_args(EngineKind)
+LAUNCHED: Final = frozenset({"llama-server", "vllm"})
 MAX_SLOTS: Final = 1024
 MAX_CONTEXT_TOKENS: Final = 16 * 1024 * 1024
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -45,8 +47,18 @@ class EngineConfig:
     """openai: the server's key, if it asks for one."""
     served_model: str | None = None
     """openai: the model's name there; None takes the only one that the server lists."""
-    dialect: Literal["auto", "vllm", "sglang", "generic"] = "auto"
+    dialect: Literal["auto", "vllm", "sglang", "ollama", "llama-server", "generic"] = "auto"
     """openai: which server it is; auto asks it."""
+    device_id: str = "cpu"
+    """`cpu`, or the UUID of the card that the engine may see."""
+    program: str | None = None
+    """llama-server, vllm: the program; None: found by its name."""
+    arguments: tuple[str, ...] = ()
+    """llama-server, vllm: more of them."""
+    memory_share: float = 0.85
+    """vllm: the share of the card's memory that it claims, whoever else is there."""
+    isolate: bool = True
+    """Keep it from the owner's files and the network, where this system can."""
     simulation: dict[str, float | int | str] = field(default_factory=dict)
     """simulated: further options of agent.engines.simulation.SimulationConfig, by name."""
 
@@ -61,8 +73,10 @@ class EngineConfig:
             raise ValueError("threads must be at least one")
         if min(self.load_timeout_s, self.stall_timeout_s) <= 0 or self.prefix_cache_s < 0:
             raise ValueError("timeouts must be above zero")
-        if self.kind == "llama.cpp" and self.model_path is None:
-            raise ValueError("llama.cpp needs a model_path")
+        if self.kind in {"llama.cpp", *LAUNCHED} and self.model_path is None:
+            raise ValueError(f"{self.kind} needs a model_path")
+        if self.kind in LAUNCHED and shutil.which(self.program or self.kind) is None:
+            raise ValueError(f"the program {self.program or self.kind} is not installed here: set command to its path")
         if self.kind == "openai":
             _check_url(self.url)
 
@@ -78,6 +92,8 @@ def make_engine(config: EngineConfig) -> Engine:
     match config.kind:
         case "llama.cpp":
             return _llamacpp(config)
+        case "llama-server" | "vllm":
+            return _launched(config)
         case "openai":
             return _attached(config)
         case "simulated" | "simulated-inline":
@@ -100,12 +116,42 @@ def _llamacpp(config: EngineConfig) -> Engine:
             prefix_cache_s=config.prefix_cache_s,
             load_timeout_s=config.load_timeout_s,
             stall_timeout_s=config.stall_timeout_s,
+            isolate=config.isolate,
+            device_id=config.device_id,
+        )
+    )
+
+
+def _launched(config: EngineConfig) -> Engine:
+    from agent.engines import launched  # noqa: PLC0415
+
+    assert config.model_path is not None
+    program = shutil.which(config.program or config.kind)
+    assert program is not None
+    make = launched.vllm if config.kind == "vllm" else launched.llama_server
+    return make(
+        launched.Launch(
+            program=program,
+            model_path=config.model_path,
+            run_dir=config.run_dir,
+            slots=config.slots,
+            context_per_slot=config.context_per_slot,
+            device_id=config.device_id,
+            threads=config.threads,
+            gpu_layers=config.gpu_layers,
+            memory_share=config.memory_share,
+            arguments=config.arguments,
+            prefix_cache_s=config.prefix_cache_s,
+            load_timeout_s=config.load_timeout_s,
+            stall_timeout_s=config.stall_timeout_s,
+            isolate=config.isolate,
         )
     )
 
 
 def _attached(config: EngineConfig) -> Engine:
-    from agent.engines.openai_http import DIALECTS, AttachedEngine, Attachment  # noqa: PLC0415
+    from agent.engines.dialects import DIALECTS  # noqa: PLC0415
+    from agent.engines.openai_http import AttachedEngine, Attachment  # noqa: PLC0415
 
     assert config.url is not None
     return AttachedEngine(

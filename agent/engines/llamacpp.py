@@ -42,6 +42,8 @@ class LlamaCppConfig:
     prefix_cache_s: float = 0.0
     load_timeout_s: float = 600.0
     stall_timeout_s: float = 120.0
+    isolate: bool = True
+    device_id: str = "cpu"
 
 
 class LlamaCppEngine(ManagedEngine):
@@ -54,6 +56,9 @@ class LlamaCppEngine(ManagedEngine):
             run_dir=config.run_dir,
             load_timeout_s=config.load_timeout_s,
             stall_timeout_s=config.stall_timeout_s,
+            isolate=config.isolate,
+            device_id=config.device_id,
+            readable=(config.model_path.resolve(),),
         )
         self._config = config
         self._table = SlotTable(config.slots)
@@ -70,7 +75,7 @@ class LlamaCppEngine(ManagedEngine):
                 "slots": config.slots,
                 "context_per_slot": context,
                 "threads": config.threads or default_threads(),
-                "gpu_layers": config.gpu_layers,
+                "gpu_layers": gpu_layers(config.gpu_layers, config.device_id),
             }
         )
         self._facts = EngineFacts(
@@ -81,6 +86,7 @@ class LlamaCppEngine(ManagedEngine):
             simulated=False,
             prefix_cache_s=config.prefix_cache_s,
             pid=self.pid,
+            protection=self.protection,
         )
         return self._facts
 
@@ -108,3 +114,8 @@ def verify_model(path: Path) -> None:
         require_complete(read_header(path))
     except (GgufError, OSError) as error:
         raise EngineError("engine_error", f"{path.name} cannot be loaded: {error}") from None
+
+
+def gpu_layers(asked: int, device_id: str) -> int:
+    """All of them on a card unless the owner says otherwise; none on the processor."""
+    return -1 if asked == 0 and device_id.startswith("GPU-") else asked

@@ -55,6 +55,7 @@ def parameters(config: dict[str, Any]) -> Any:
 def main() -> None:
     """Load, say so, and serve until the agent ends us."""
     config = prepare()
+    config.pop("protection")
     try:
         import xllamacpp  # noqa: PLC0415
 

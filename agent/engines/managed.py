@@ -27,6 +27,7 @@ import msgspec
 from agent.engines.chat_wire import Dialect
 from agent.engines.openai_http import HttpEngine
 from agent.engines.port import STOP_GRACE_S, EngineError
+from agent.engines.sandbox import BUBBLEWRAP, NO_NETWORK, bubblewrap, runtime_paths, wrapped
 
 KILL_WAIT_S: Final = 5.0
 DEATH_NOTICE_S: Final = 0.5
@@ -47,6 +48,7 @@ class _Ready(msgspec.Struct):
     ready: bool = False
     version: str = ""
     error: str = ""
+    protection: list[str] = []
 
 
 class ManagedEngine(HttpEngine):
@@ -60,9 +62,17 @@ class ManagedEngine(HttpEngine):
         run_dir: Path,
         load_timeout_s: float,
         stall_timeout_s: float,
+        isolate: bool = True,
+        device_id: str = "cpu",
+        readable: tuple[Path, ...] = (),
     ) -> None:
+        """`readable`: files of the owner's that the engine needs, its model above all. `device_id`: the only card that
+        it may see."""
         super().__init__(dialect, stall_timeout_s=stall_timeout_s)
         self._module = module
+        self._isolate = isolate
+        self._device_id = device_id
+        self._readable = readable
         self._run_dir = run_dir
         self._load_timeout_s = load_timeout_s
         self._process: asyncio.subprocess.Process | None = None
@@ -71,6 +81,12 @@ class ManagedEngine(HttpEngine):
         self._serving = False
         self._socket: Path | None = None
         self._private_dir: Path | None = None
+        self._protection = ""
+
+    @property
+    def protection(self) -> str:
+        """What encloses the engine's process; empty if nothing does."""
+        return self._protection
 
     async def _launch(self, options: dict[str, Any]) -> str:
         """Start the child and wait until it serves. Returns the engine's version. Raises EngineError."""
@@ -78,11 +94,13 @@ class ManagedEngine(HttpEngine):
         address, key = self._new_socket(), secrets.token_urlsafe(32)
         self._log.clear()
         self._serving = False
-        process = await self._spawn()
+        enclosure = self._enclosure(address) if self._isolate else None
+        process = await self._spawn(enclosure)
         self._process = process
         self._log_task = asyncio.create_task(self._read_log(process))
         try:
-            version = await self._await_ready(process, {**options, "socket": str(address), "api_key": key})
+            told = {**options, "socket": str(address), "api_key": key}
+            version = await self._await_ready(process, told if enclosure is None else {**told, "enclosure": enclosure})
             self._open("http://engine", aiohttp.UnixConnector(str(address), force_close=True, limit=0), key)
             if not await self.healthy():
                 raise EngineError("engine_error", "the engine says it is ready, and does not answer")
@@ -92,16 +110,29 @@ class ManagedEngine(HttpEngine):
         self._serving = True
         return version
 
-    async def _spawn(self) -> asyncio.subprocess.Process:
+    def _enclosure(self, address: Path) -> dict[str, list[str]]:
+        """What the engine may touch, for the sandbox."""
+        readable = [*runtime_paths(), *(str(path) for path in self._readable)]
+        return {
+            "readable": readable,
+            "writable": [str(address.parent.resolve())],
+            "outside": [BUBBLEWRAP, NO_NETWORK] if bubblewrap() else [],
+        }
+
+    async def _spawn(self, enclosure: dict[str, list[str]] | None) -> asyncio.subprocess.Process:
+        argv = [sys.executable, "-P", "-m", self._module]
+        program = bubblewrap() if enclosure is not None else None
+        if enclosure is not None and program is not None:
+            argv = wrapped(argv, program, readable=enclosure["readable"], writable=enclosure["writable"])
         try:
             return await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", self._module),
+                *argv,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 limit=MAX_LINE_BYTES,
                 cwd="/",
-                env=_environment(),
+                env=_environment() | _visible(self._device_id),
                 # A Ctrl-C at the terminal is the agent's to handle: llama.cpp hangs on SIGINT with a request in flight.
                 start_new_session=True,
             )
@@ -123,7 +154,12 @@ class ManagedEngine(HttpEngine):
         answer = _parse_ready(line)
         if not answer.ready:
             raise EngineError("engine_error", await self._reason(process, answer.error))
+        self._protection = ", ".join(answer.protection)
         return answer.version
+
+    def _note_protection(self, line: bytes) -> None:
+        """Take what the child says about its enclosure."""
+        self._protection = ", ".join(_parse_ready(line).protection)
 
     async def _reason(self, process: asyncio.subprocess.Process, said: str) -> str:
         """Why it did not load, in its own words: llama.cpp's exception says nothing, its log does."""
@@ -240,6 +276,13 @@ def _environment() -> dict[str, str]:
     return {
         name: value for name, value in os.environ.items() if name in _PASSED_ON or name.startswith(_PASSED_ON_PREFIXES)
     }
+
+
+def _visible(device_id: str) -> dict[str, str]:
+    """One card by its UUID: NVML's order is not CUDA's, and an index changes at a reboot."""
+    if not device_id.startswith("GPU-"):
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": device_id, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def _parse_ready(line: bytes) -> _Ready:

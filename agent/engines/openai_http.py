@@ -10,7 +10,7 @@ import asyncio
 import re
 import secrets
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ import aiohttp
 import msgspec
 
 from agent.engines.chat_wire import ChatReader, Dialect, build_body, path_of, status_error
+from agent.engines.dialects import DIALECTS, find_number, recognise
 from agent.engines.port import STOP_GRACE_S, EngineError, EngineEvent, EngineFacts, EngineRequest
 from agent.engines.sse import SseDecoder, SseError
 
@@ -26,21 +27,14 @@ CONNECT_TIMEOUT_S: Final = 5.0
 MAX_ERROR_BODY_BYTES: Final = 64 * 1024
 MAX_PROBE_BODY_BYTES: Final = 1024 * 1024
 NOT_READY_POLL_S: Final = 1.0
+COMMAND_TIMEOUT_S: Final = 5.0
+WAKE_TIMEOUT_S: Final = 60.0
+CUT_SHARE: Final = 0.1
+CUT_TOKENS: Final = 16
+"""An engine's count of a prompt may be less than ours by this much (templates differ) without being a cut."""
 
 _BROKEN: Final = (aiohttp.ClientError, OSError, RuntimeError)
 """What aiohttp raises when a connection ends; RuntimeError where its session was closed under a reader by `stop`."""
-
-DIALECTS: Final = {
-    "vllm": Dialect(
-        name="vllm",
-        busy_gauges=("vllm:num_requests_running", "vllm:num_requests_waiting"),
-        extra_body={"return_token_ids": True},
-        scope_field="cache_salt",
-    ),
-    "sglang": Dialect(name="sglang", busy_gauges=("sglang:num_running_reqs", "sglang:num_queue_reqs")),
-    "generic": Dialect(name="openai", health_path="/v1/models"),
-}
-"""A dialect without `scope_field` cannot keep tenants apart in a shared prefix cache: run that engine without one."""
 
 
 class HttpEngine:
@@ -54,6 +48,7 @@ class HttpEngine:
         self._streams = 0
         """Answers that are being read now."""
         self._facts: EngineFacts | None = None
+        self._aborts: set[asyncio.Future[bytes | None]] = set()
 
     @property
     def facts(self) -> EngineFacts:
@@ -71,6 +66,8 @@ class HttpEngine:
 
     async def _close(self) -> None:
         session, self._session = self._session, None
+        for task in tuple(self._aborts):
+            task.cancel()
         if session is not None:
             await session.close()
 
@@ -100,6 +97,8 @@ class HttpEngine:
 
         Engines that do not say how many requests they work on are believed to stop when a connection closes.
         """
+        if self._dialect.load_path:
+            return await self._idle_by_json()
         if not self._dialect.busy_gauges:
             return True
         text = await self._probe("/metrics")
@@ -108,6 +107,47 @@ class HttpEngine:
         inside = [_gauge(text, name) for name in self._dialect.busy_gauges]
         known = [value for value in inside if value is not None]
         return bool(known) and sum(known) <= self._streams
+
+    async def _idle_by_json(self) -> bool:
+        text = await self._probe(self._dialect.load_path)
+        known = [find_number(text or "", key) for key in self._dialect.load_keys]
+        counted = [value for value in known if value is not None]
+        return bool(counted) and sum(counted) <= self._streams
+
+    async def load(self) -> tuple[int | None, int | None]:
+        """Requests that the engine runs and that wait in it; None where it does not say."""
+        dialect = self._dialect
+        if dialect.load_path:
+            text = await self._probe(dialect.load_path) or ""
+            found: list[float | None] = [find_number(text, key) for key in dialect.load_keys]
+        else:
+            text = await self._probe("/metrics") or "" if dialect.busy_gauges else ""
+            found = [_gauge(text, name) for name in dialect.busy_gauges]
+        running, waiting = (*found, None, None)[:2]
+        return None if running is None else int(running), None if waiting is None else int(waiting)
+
+    async def count_tokens(self, text: str) -> int | None:
+        """How many tokens the engine makes of a text, by its own tokenizer; None where it does not offer that."""
+        if not self._dialect.tokenise_path:
+            return None
+        body = msgspec.json.encode({"model": self._model, "prompt": text, "content": text, "add_special_tokens": False})
+        answer = await self._command(self._dialect.tokenise_path, body)
+        try:
+            tokens = msgspec.json.decode(answer or b"", type=_Tokenised)
+        except msgspec.DecodeError:
+            return None
+        return tokens.count if tokens.count is not None else len(tokens.tokens) if tokens.tokens is not None else None
+
+    async def _command(self, path: str, body: bytes) -> bytes | None:
+        """Body of a POST's answer, or None if it is not 200 in time."""
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with asyncio.timeout(COMMAND_TIMEOUT_S):
+                async with self._http().post(path, data=body, headers=headers) as response:
+                    answer = await response.content.read(MAX_PROBE_BODY_BYTES)
+                    return answer if response.status == 200 else None
+        except (TimeoutError, EngineError, *_BROKEN):
+            return None
 
     async def _probe(self, path: str) -> str | None:
         """Body of a GET, or None if it does not answer 200 in time."""
@@ -124,9 +164,12 @@ class HttpEngine:
         """Stream one answer. Raises EngineError. Closing the iterator stops the engine's work on it."""
         deadline = asyncio.get_running_loop().time() + request.timeout_s
         with self._seated(request) as extra:
-            body = build_body(request, self._dialect, self._model, extra)
+            name = secrets.token_hex(16) if self._dialect.abort_field else ""
+            named = {**extra, self._dialect.abort_field: name} if name else extra
+            body = build_body(request, self._dialect, self._model, named)
             response = await self._post(path_of(request), body, deadline)
             self._streams += 1
+            complete = False
             try:
                 reader, decoder = ChatReader(request, self._dialect), SseDecoder()
                 while not reader.ended and (payloads := await self._read(response, decoder, deadline)) is not None:
@@ -135,10 +178,29 @@ class HttpEngine:
                             yield event
                 if not reader.finished and await self._has_died():
                     raise EngineError("engine_died", "the engine's process ended")
-                yield reader.done()
+                done = reader.done()
+                self._check_whole(request, done.usage.prompt_tokens)
+                complete = bool(done.finish_reason)
+                yield done
             finally:
                 self._streams -= 1
                 response.close()
+                if name and not complete:
+                    self._abort(name)
+
+    def _check_whole(self, request: EngineRequest, counted: int | None) -> None:
+        """Raise EngineError if the engine worked on less of the prompt than it was given."""
+        wanted = request.prompt_tokens
+        if self._dialect.truncates and counted is not None and counted < wanted * (1 - CUT_SHARE) - CUT_TOKENS:
+            message = f"the server cut the prompt of {wanted} tokens to {counted}: give it a longer context"
+            raise EngineError("engine_error", message)
+
+    def _abort(self, name: str) -> None:
+        """Have the engine abort a request, beside closing its connection. Nobody waits: `idle` proves it."""
+        body = msgspec.json.encode({self._dialect.abort_field: name})
+        task = asyncio.ensure_future(self._command(self._dialect.abort_path, body))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
 
     async def _post(self, path: str, body: bytes, deadline: float) -> aiohttp.ClientResponse:
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
@@ -215,22 +277,36 @@ class AttachedEngine(HttpEngine):
         await self._close()
         self._open(wish.base_url, aiohttp.TCPConnector(force_close=True, limit=0), wish.api_key)
         listing = await self._first_listing()
-        self._dialect = wish.dialect or await self._recognise()
+        self._dialect = wish.dialect or await recognise(self._probe)
         self._model, longest = _served(listing, wish.served_model)
+        await self._wake()
+        told = await self._told_context() or longest
         self._facts = EngineFacts(
             name=self._dialect.name,
             version=await self._version(),
             slots=wish.slots,
-            context_per_slot=min(wish.context_per_slot, longest or wish.context_per_slot),
+            context_per_slot=min(wish.context_per_slot, told or wish.context_per_slot),
             simulated=False,
             prefix_cache_s=wish.prefix_cache_s,
             pid=None,
+            protection="",
         )
         return self._facts
 
-    async def _recognise(self) -> Dialect:
-        metrics = await self._probe("/metrics") or ""
-        return next((DIALECTS[name] for name in ("vllm", "sglang") if f"{name}:" in metrics), DIALECTS["generic"])
+    async def _told_context(self) -> int | None:
+        """What the server says that one request may use."""
+        path = self._dialect.context_path
+        text = await self._probe(path) if path else None
+        value = find_number(text or "", self._dialect.context_key)
+        return int(value) if value is not None and value >= 1 else None
+
+    async def _wake(self) -> None:
+        """Have a server that we put to sleep take its memory again, and load its model."""
+        path, body = self._dialect.wake
+        if path:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(WAKE_TIMEOUT_S):
+                    await self._command(path, body.replace("MODEL", self._model).encode())
 
     async def _first_listing(self) -> str:
         """The server's list of models, as soon as it gives one."""
@@ -244,8 +320,8 @@ class AttachedEngine(HttpEngine):
         raise EngineError("engine_timeout", f"no server answers at {self._attachment.base_url}")
 
     async def _version(self) -> str:
-        """vLLM says it at /version; others are `unknown`."""
-        text = await self._probe("/version")
+        """vLLM says it at /version, Ollama at /api/version; others are `unknown`."""
+        text = await self._probe("/version") or await self._probe("/api/version")
         try:
             answer: Any = msgspec.json.decode(text or "{}")
         except msgspec.DecodeError:
@@ -254,8 +330,16 @@ class AttachedEngine(HttpEngine):
         return version[:40] if isinstance(version, str) else "unknown"
 
     async def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
-        """Let go of the server; its process is the owner's. Never raises."""
+        """Let go of the server; its process is the owner's. Asked to, it frees the card's memory. Never raises."""
+        path, body = self._dialect.sleep
+        if path and self._session is not None and self._facts is not None:
+            await self._command(path, body.replace("MODEL", self._model).encode())
         await self._close()
+
+
+class _Tokenised(msgspec.Struct):
+    count: int | None = None
+    tokens: list[object] | None = None
 
 
 class _ServedModel(msgspec.Struct):

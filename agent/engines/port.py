@@ -18,6 +18,8 @@ class EngineRequest:
     cache_scope: str
     """Prefixes may be reused only within one scope."""
     timeout_s: float
+    prompt_tokens: int = 0
+    """As the gateway counted them; 0: not told."""
 
 
 @dataclass(frozen=True, slots=True)

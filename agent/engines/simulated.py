@@ -415,6 +415,7 @@ def _as_child() -> None:
     from agent.engines.child import give_up, prepare, say  # noqa: PLC0415 - touches the process, so only in a child
 
     options = prepare()
+    options.pop("protection")
     socket, key = options.pop("socket"), options.pop("api_key")
 
     async def ready(address: str) -> None:

@@ -47,6 +47,7 @@ class SimulatedEngine(ManagedEngine):
             run_dir=run_dir,
             load_timeout_s=load_timeout_s,
             stall_timeout_s=stall_timeout_s,
+            readable=(Path(config.model_path),) if config.model_path else (),
         )
         self._config = config
         self._prefix_cache_s = prefix_cache_s
@@ -55,7 +56,7 @@ class SimulatedEngine(ManagedEngine):
         """Start it. Raises EngineError."""
         options: dict[str, Any] = msgspec.to_builtins(self._config)
         version = await self._launch(options)
-        self._facts = _facts(self._config, version, self._prefix_cache_s, self.pid)
+        self._facts = replace(_facts(self._config, version, self._prefix_cache_s, self.pid), protection=self.protection)
         return self._facts
 
     async def arm(self, fault: Fault, count: int = 1) -> None:
