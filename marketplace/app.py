@@ -18,7 +18,7 @@ from marketplace.core.valkey import ValkeyPipe, connect_async
 from marketplace.finance import endpoints as finance_endpoints
 from marketplace.fleet.service import Fleet
 from marketplace.fleet.wire import LINK_PATH
-from marketplace.gateway import chat, endpoints, queue_endpoints
+from marketplace.gateway import endpoints, queue_endpoints
 from marketplace.gateway.api import Bounded, make_api
 from marketplace.gateway.cancels import EarlyCancels
 from marketplace.gateway.chat import ChatApp
@@ -29,6 +29,7 @@ from marketplace.gateway.pulse import Pulse
 from marketplace.gateway.queue_runner import QueueRunner
 from marketplace.gateway.services import Services
 from marketplace.gateway.signatures import ReceiptSignatures
+from marketplace.gateway.surface import SURFACES
 from marketplace.jobs.writer import HotWriter
 
 log = get_logger(__name__)
@@ -67,7 +68,7 @@ class Gateway:
 
     def __init__(self, services: Services) -> None:
         self.services = services
-        self._chat = ChatApp(services)
+        self._hot = {path: ChatApp(services, surface) for path, surface in SURFACES.items()}
         routers = (
             endpoints.router,
             endpoints.operations,
@@ -86,10 +87,7 @@ class Gateway:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         kind = scope["type"]
         if kind == "http":
-            if scope["path"] == chat.PATH:
-                await self._chat(scope, receive, send)
-            else:
-                await self._api(scope, receive, send)
+            await self._hot.get(scope["path"], self._api)(scope, receive, send)
         elif kind == "websocket":
             socket = self._sockets.get(scope["path"])
             if socket is None:

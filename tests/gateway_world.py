@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
 
+import aiohttp
 from openai import AsyncOpenAI
 from sqlalchemy import select
 from websockets.asyncio.client import ClientConnection, connect
@@ -97,6 +99,10 @@ class Books:
     def codes(self) -> list[str | None]:
         with self.factory() as session:
             return [row.code for row in session.scalars(select(Outcome).order_by(Outcome.at))]
+
+    def endpoints(self) -> list[str]:
+        with self.factory() as session:
+            return [row.endpoint for row in session.scalars(select(Outcome).order_by(Outcome.at))]
 
     def jobs(self) -> list[Job]:
         with self.factory() as session:
@@ -243,6 +249,23 @@ def refuses(code: str) -> Behaviour:
     return behave
 
 
+@dataclass(frozen=True)
+class Reply:
+    """What an HTTP call was answered."""
+
+    status: int
+    headers: Any
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def param(self) -> Any:
+        return self.json["error"]["param"]
+
+
 # --- the gateway ----------------------------------------------------------------------------------------------------
 
 
@@ -285,6 +308,15 @@ class World:
         await agent.say(telemetry(), Inventory([report], None, None))
         await until(lambda: any(seen.node_id == enrolled.node_id for seen in self.offers()))
         return agent
+
+    async def call(self, method: str, path: str, renter: Renter | None, **sent: Any) -> Reply:
+        """A plain HTTP call; `sent` is what aiohttp takes."""
+        headers = {"authorization": f"Bearer {renter.secret}"} if renter is not None else {}
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.request(method, self.url + path, **sent) as response,
+        ):
+            return Reply(response.status, response.headers, await response.read())
 
     def offers(self) -> list[Any]:
         return self.gateway.services.fleet.view.offers(self.variant_id)

@@ -105,6 +105,17 @@ class VariantView:
             return await asyncio.to_thread(self.count_prompt, messages, tools)
         return self.count_prompt(messages, tools)
 
+    def count_text_prompt(self, text: str) -> PromptCount:
+        """Tokens of a text that the model goes on from, without a template; special tokens count as such, as the engine
+        reads them. Blocking. Raises PromptTooLong."""
+        return self._count_rendered(text, "prompt")
+
+    async def count_text_prompt_async(self, text: str) -> PromptCount:
+        """`count_text_prompt`, off the event loop where it would take more than half a millisecond."""
+        if self._tokenizer.blocking or len(text) > INLINE_CHARACTERS:
+            return await asyncio.to_thread(self.count_text_prompt, text)
+        return self.count_text_prompt(text)
+
     def count_text(self, text: str) -> int:
         """Tokens of a piece of an answer; spelled-out special tokens are plain text. Blocking."""
         return self._tokenizer.count(text, special=False)
@@ -115,13 +126,13 @@ class VariantView:
             return await asyncio.to_thread(self.count_text, text)
         return self.count_text(text)
 
-    def _count_rendered(self, prompt: str) -> PromptCount:
+    def _count_rendered(self, prompt: str, field: str = "messages") -> PromptCount:
         if len(prompt) > self.training_context * self.max_token_characters:
             # Proven without counting: even the longest token, over and over, would not bring it down to the context.
             raise PromptTooLong(
-                f"This model's context is {self.training_context} tokens; your messages have "
+                f"This model's context is {self.training_context} tokens; the prompt has "
                 f"{len(prompt)} characters, which is more in any case.",
-                param="messages",
+                param=field,
             )
         ids = [*self.begin_ids, *self._tokenizer.encode(prompt, special=True), *self.end_ids]
         return PromptCount(len(ids), ids)

@@ -42,7 +42,9 @@ class _TokenLogprob(Struct, frozen=True):
     top_logprobs: list[_TopLogprob] = []
 
 
-class _Logprobs(Struct, frozen=True):
+class Logprobs(Struct, frozen=True):
+    """Log probabilities of a piece, token by token."""
+
     content: list[_TokenLogprob] | None = None
 
 
@@ -50,7 +52,7 @@ class Extra(Struct, frozen=True):
     """What a node may add to a piece of text; whatever else it sends is dropped."""
 
     tool_calls: list[_DeltaCall] = []
-    logprobs: _Logprobs | None = None
+    logprobs: Logprobs | None = None
 
 
 class BadExtraError(Exception):

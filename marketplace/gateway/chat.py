@@ -1,11 +1,10 @@
-"""POST /v1/chat/completions as a raw ASGI application: the hot path, beside FastAPI."""
+"""POST /v1/chat/completions and /v1/completions as raw ASGI applications: the hot path, beside FastAPI."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from dataclasses import dataclass
-from typing import Final
 
 from marketplace.accounts.auth import Principal
 from marketplace.accounts.limits import LimitState
@@ -27,15 +26,13 @@ from marketplace.gateway.http import (
 from marketplace.gateway.interactive import Caller, Interactive, Placement
 from marketplace.gateway.outcomes import Ending
 from marketplace.gateway.outlets import JsonOutlet, StreamOutlet, abort_connection
-from marketplace.gateway.parse import OFFLOAD_BYTES, ChatRequest, parse_chat
+from marketplace.gateway.parse import OFFLOAD_BYTES, Inference
 from marketplace.gateway.quote import Measured, measure
 from marketplace.gateway.services import Services
-from marketplace.gateway.sse import ChunkWriter
+from marketplace.gateway.surface import Surface
 from marketplace.jobs.states import Outcome
-from marketplace.jobs.sweeping import CHAT_ENDPOINT
 
 log = get_logger(__name__)
-PATH: Final = "/v1/chat/completions"
 
 
 @dataclass(slots=True)
@@ -64,10 +61,11 @@ class _Exchange:
 
 
 class ChatApp:
-    """The ASGI application for PATH."""
+    """The ASGI application for one surface's path."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, surface: Surface) -> None:
         self._services = services
+        self._surface = surface
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = new_request_id()
@@ -97,7 +95,7 @@ class ChatApp:
         principal = await services.authenticator.authenticate(header(scope, b"authorization"))
         exchange.principal = principal
         principal.require("renter")
-        chat = await _read_chat(scope, exchange.receive, services.settings.body_limit_bytes)
+        chat = await self._read(scope, exchange.receive)
         exchange.parsed = True
         limits = await services.limiter.acquire(principal)
         try:
@@ -105,13 +103,13 @@ class ChatApp:
         finally:
             services.in_background(services.limiter.release(limits))
 
-    async def _answer(self, exchange: _Exchange, principal: Principal, limits: LimitState, chat: ChatRequest) -> None:
+    async def _answer(self, exchange: _Exchange, principal: Principal, limits: LimitState, chat: Inference) -> None:
         services = self._services
         exchange.headers += [(name.encode(), value.encode()) for name, value in limits.headers().items()]
         measured = await measure(services, chat)
         caller = Caller.now(principal, exchange.request_id, exchange.arrived_at)
         outlet = exchange.outlet = self._outlet(exchange, caller, chat)
-        interactive = exchange.interactive = Interactive(services, caller, measured, outlet)
+        interactive = exchange.interactive = Interactive(services, caller, measured, outlet, self._surface)
         watch = asyncio.create_task(_watch(exchange.receive, interactive))
         try:
             placement = await self._admit(interactive, measured, principal)
@@ -136,15 +134,15 @@ class ChatApp:
                 notes.refused(demand, offers, rules=services.fleet.rules, resting=resting)
             raise
         if notes is not None:
-            notes.conversation(interactive.job_id, principal.organisation_id, measured.chat.messages)
+            notes.conversation(interactive.job_id, principal.organisation_id, measured.chat.opening)
         return placement
 
-    def _outlet(self, exchange: _Exchange, caller: Caller, chat: ChatRequest) -> StreamOutlet | JsonOutlet:
+    def _outlet(self, exchange: _Exchange, caller: Caller, chat: Inference) -> StreamOutlet | JsonOutlet:
         if not chat.stream:
             return JsonOutlet(exchange.send, exchange.headers)
         settings = self._services.settings
-        writer = ChunkWriter(
-            completion_id=caller.completion_id,
+        writer = self._surface.writer(
+            completion_id=self._surface.answer_id(caller.request_id),
             created=caller.created,
             model=chat.model,
             include_usage=chat.include_usage,
@@ -159,6 +157,12 @@ class ChatApp:
             now=exchange.arrived_at,
         )
 
+    async def _read(self, scope: Scope, receive: Receive) -> Inference:
+        body = await read_body(scope, receive, self._services.settings.body_limit_bytes)
+        if len(body) > OFFLOAD_BYTES:
+            return await asyncio.to_thread(self._surface.parse, body)
+        return self._surface.parse(body)
+
     async def _refuse(self, exchange: _Exchange, error: FallowError) -> None:
         self._services.metrics.http_errors.labels(error.code).inc()
         if exchange.parsed and not exchange.admitted and exchange.principal is not None:
@@ -166,7 +170,7 @@ class ChatApp:
                 await self._services.record_refusal(
                     request_id=exchange.request_id,
                     organisation_id=exchange.principal.organisation_id,
-                    endpoint=CHAT_ENDPOINT,
+                    endpoint=self._surface.endpoint,
                     outcome=refusal_outcome(error),
                     code=error.code,
                 )
@@ -184,13 +188,6 @@ def refusal_outcome(error: FallowError) -> Outcome:
     if isinstance(error, NoCapacity):
         return Outcome.NO_CAPACITY
     return Outcome.REQUEST_REJECTED if error.status < 500 else Outcome.PLATFORM_FAILED
-
-
-async def _read_chat(scope: Scope, receive: Receive, limit_bytes: int) -> ChatRequest:
-    body = await read_body(scope, receive, limit_bytes)
-    if len(body) > OFFLOAD_BYTES:
-        return await asyncio.to_thread(parse_chat, body)
-    return parse_chat(body)
 
 
 async def _watch(receive: Receive, interactive: Interactive) -> None:

@@ -18,6 +18,7 @@ from marketplace.gateway.answer import Extra, read_extra
 from marketplace.gateway.attempt import AttemptRun
 from marketplace.gateway.http import Header, Send, send_error, send_json
 from marketplace.gateway.outcomes import Ending, moves_on
+from marketplace.gateway.surface import Writer
 
 log = get_logger(__name__)
 MAX_WRITE_BYTES = 64 * 1024
@@ -93,7 +94,7 @@ class StreamOutlet:
         self,
         send: Send,
         headers: list[Header],
-        writer: sse.ChunkWriter,
+        writer: Writer,
         *,
         header_wait_s: float,
         keepalive_s: float,

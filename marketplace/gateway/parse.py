@@ -11,11 +11,12 @@ import json
 import re
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
+from marketplace.catalog.service import PromptCount, VariantView
 from marketplace.core.errors import BadRequest
 
 MAX_DEPTH: Final = 64
@@ -31,6 +32,12 @@ Probability = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 ShortText = Annotated[str, Meta(max_length=256)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
+ModelName = Annotated[str, Meta(min_length=1, max_length=256)]
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+TopK = Annotated[int, Meta(ge=0, le=1_000_000)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Stop = StopText | Annotated[list[StopText], Meta(max_length=16)]
+LogitBias = Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1_024)]
 
 
 class InvalidBody(BadRequest):
@@ -119,24 +126,24 @@ class StreamOptions(_Strict, frozen=True):
 class ChatBody(_Strict, frozen=True):
     """The JSON object of a chat request: every field that is taken, and no other."""
 
-    model: Annotated[str, Meta(min_length=1, max_length=256)]
+    model: ModelName
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_OUTPUT_TOKENS)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, le=MAX_OUTPUT_TOKENS)] | None = None
     n: Annotated[int, Meta(ge=1, le=1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    temperature: Temperature | None = None
     top_p: Probability | None = None
     min_p: Probability | None = None
-    top_k: Annotated[int, Meta(ge=0, le=1_000_000)] | None = None
+    top_k: TopK | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: Stop | None = None
+    seed: Seed | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1_024)] | None = None
+    logit_bias: LogitBias | None = None
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
@@ -171,9 +178,44 @@ ENGINE_FIELDS: Final = (
 """What an engine is told beside messages and max_tokens. Nothing else of a body leaves the gateway."""
 
 
+class Inference(Protocol):
+    """A checked request to run a model, whichever endpoint it came to."""
+
+    prompt_field: ClassVar[str]
+    """The field of the body that its prompt came in."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def stream(self) -> bool: ...
+
+    @property
+    def include_usage(self) -> bool: ...
+
+    @property
+    def max_tokens(self) -> int | None:
+        """What the client asked as a bound on output; None: the model's default applies."""
+        ...
+
+    @property
+    def opening(self) -> list[dict[str, Any]]:
+        """What tells conversations apart, as messages."""
+        ...
+
+    def engine_body(self, max_tokens: int) -> bytes:
+        """The JSON that goes to the engine."""
+        ...
+
+    async def count(self, variant: VariantView) -> PromptCount:
+        """The prompt's tokens. Raises PromptTooLong and what else the variant cannot take (400)."""
+        ...
+
+
 class ChatRequest(Struct, frozen=True):
     """A chat request that passed every check, normalised."""
 
+    prompt_field: ClassVar[str] = "messages"
     model: str
     messages: list[dict[str, Any]]
     """Plain objects: `content` is one string (or absent beside tool calls), `developer` became `system`."""
@@ -188,6 +230,15 @@ class ChatRequest(Struct, frozen=True):
     def engine_body(self, max_tokens: int) -> bytes:
         """The JSON that goes to the engine: allow-listed fields, and always a bound on output."""
         return msgspec.json.encode({"messages": self.messages, "max_tokens": max_tokens, **self.options})
+
+    @property
+    def opening(self) -> list[dict[str, Any]]:
+        """What tells conversations apart."""
+        return self.messages
+
+    async def count(self, variant: VariantView) -> PromptCount:
+        """The prompt's tokens, by the variant's template. Raises what `VariantView.count_prompt` does."""
+        return await variant.count_prompt_async(self.messages, self.tools)
 
 
 def parse_chat(body: bytes) -> ChatRequest:
@@ -346,10 +397,15 @@ def _options(body: ChatBody) -> dict[str, Any]:
         options.pop("parallel_tool_calls", None)
     if "top_logprobs" in options and not options.get("logprobs"):
         raise InvalidBody("`top_logprobs` needs `logprobs` to be true.", param="top_logprobs")
+    check_logit_bias(options)
+    return options
+
+
+def check_logit_bias(options: dict[str, Any]) -> None:
+    """Raise InvalidBody unless the keys of `logit_bias` are token ids."""
     for token in options.get("logit_bias", ()):
         if not (token.isascii() and token.isdigit() and len(token) <= 9):
             raise InvalidBody(f"`logit_bias` has a key that is no token id: {token[:40]!r}.", param="logit_bias")
-    return options
 
 
 def _output_bound(body: ChatBody) -> int | None:

@@ -29,6 +29,20 @@ def one_line(encoded: bytes) -> bytes:
     return encoded
 
 
+def stream_head(completion_id: str, kind: str, created: int, model: str) -> bytes:
+    """The beginning that all chunks of one answer share."""
+    return (
+        b'data: {"id":'
+        + _encode(completion_id)
+        + b',"object":"'
+        + kind.encode()
+        + b'","created":'
+        + str(created).encode()
+        + b',"model":'
+        + json_text(model)
+    )
+
+
 def error_event(body: dict[str, Any]) -> bytes:
     """The event that ends a broken stream: official clients raise on a `data` object with `error`."""
     return b"data: " + one_line(_encode(body)) + b"\n\n"
@@ -40,14 +54,7 @@ class ChunkWriter:
     __slots__ = ("_role", "_start", "_tail", "_usage_head")
 
     def __init__(self, *, completion_id: str, created: int, model: str, include_usage: bool) -> None:
-        head = (
-            b'data: {"id":'
-            + _encode(completion_id)
-            + b',"object":"chat.completion.chunk","created":'
-            + str(created).encode()
-            + b',"model":'
-            + json_text(model)
-        )
+        head = stream_head(completion_id, "chat.completion.chunk", created, model)
         self._start = head + b',"choices":[{"index":0,"delta":{'
         self._usage_head = head + b',"choices":[],"usage":'
         # With usage asked, every other chunk says null, as OpenAI's do.

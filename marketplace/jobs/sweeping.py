@@ -26,6 +26,7 @@ from marketplace.metering.pricing import price
 from marketplace.metering.tokens import TokenCounts
 
 CHAT_ENDPOINT: Final = "/v1/chat/completions"
+TEXT_ENDPOINT: Final = "/v1/completions"
 JOBS_ENDPOINT: Final = "/v1/jobs"
 SETTLE_IN_S: Final = 10.0
 """A new job may look stuck while agents connect again; it is judged after this."""

@@ -1,0 +1,54 @@
+"""What differs between the endpoints that run a model: how a request is read, and the shape of its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from marketplace.gateway.answer import completion
+from marketplace.gateway.completions import TextWriter, parse_completion, text_completion
+from marketplace.gateway.parse import Inference, parse_chat
+from marketplace.gateway.sse import ChunkWriter
+from marketplace.jobs.sweeping import CHAT_ENDPOINT, TEXT_ENDPOINT
+
+
+class Writer(Protocol):
+    """Writes the chunks of one streamed answer."""
+
+    def text(self, text: str) -> bytes: ...
+
+    def reasoning(self, text: str) -> bytes: ...
+
+    def delta(self, members: dict[str, Any], logprobs: Any = None) -> bytes: ...
+
+    def finish(self, reason: str) -> bytes: ...
+
+    def usage(self, usage: dict[str, Any]) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Surface:
+    """One such endpoint. `endpoint` is its path, and what its outcome rows say."""
+
+    endpoint: str
+    id_prefix: str
+    parse: Callable[[bytes], Inference]
+    writer: Callable[..., Writer]
+    """Called with completion_id, created, model, include_usage."""
+    whole: Callable[..., dict[str, Any]]
+    """Called with completion_id, created, model, pieces, finish_reason, usage."""
+
+    def answer_id(self, request_id: str) -> str:
+        """The id that the client sees in the answer."""
+        return f"{self.id_prefix}{request_id.removeprefix('req_')}"
+
+
+CHAT: Final = Surface(CHAT_ENDPOINT, "chatcmpl-", parse_chat, ChunkWriter, completion)
+TEXT: Final = Surface(TEXT_ENDPOINT, "cmpl-", parse_completion, TextWriter, text_completion)
+SURFACES: Final = {surface.endpoint: surface for surface in (CHAT, TEXT)}
+
+
+def surface_of(engine_body: Mapping[str, Any]) -> Surface:
+    """The surface of a body as an engine gets it: what a stored job is run by."""
+    return TEXT if "prompt" in engine_body else CHAT
