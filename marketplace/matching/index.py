@@ -259,13 +259,14 @@ class FleetIndex:
             return None
         self._hidden_picks(now_s)
         self._recent_picks += 1.0
-        uncached = demand.prompt_tokens - demand.cached_tokens.get(live.offer.node_id, 0)
-        return self._dispatch(live, demand.prompt_tokens + demand.max_output_tokens, live.prefill_s * uncached, now_s)
+        work_s = live.read_s(demand.prompt_tokens, cached_at(live, demand))
+        return self._dispatch(live, demand.prompt_tokens + demand.max_output_tokens, work_s, now_s)
 
     def started(self, reservation: Reservation, now_s: float) -> None:
         """The first token came: prompts before it are read."""
         if reservation.live is not None:
             reservation.live.started(reservation.mark_s, now_s)
+            reservation.work_s = 0.0
 
     def release(self, reservation: Reservation, now_s: float, *, slot: bool = True) -> None:
         """The request ended, however. `slot` is False where `dispatched` made it. Releasing twice does nothing more."""
@@ -273,6 +274,8 @@ class FleetIndex:
         if live is None:
             return
         reservation.live = None
+        if reservation.work_s:
+            live.withdrawn(reservation.work_s, now_s)
         if slot:
             live.busy = max(0, live.busy - 1)
         live.ended(reservation.tokens, now_s)
@@ -293,6 +296,10 @@ class FleetIndex:
     def lives(self, variant_id: UUID) -> Iterator[Live]:
         """The same with their running load, for explanations. Not to be changed."""
         return self._all(variant_id)
+
+    def live(self, offer_id: UUID) -> Live:
+        """One offer with its running load. Raises KeyError. Not to be changed."""
+        return self._lives[offer_id]
 
     def nodes(self, variant_id: UUID) -> KeysView[UUID]:
         """Nodes that offer a variant, whatever their state."""

@@ -34,6 +34,7 @@ __all__ = [
     "refusal_of",
     "refusals",
     "refusals_of",
+    "tied_places",
     "with_pick",
     "worst_nano",
 ]
@@ -177,7 +178,7 @@ def arrange(found: Sequence[Found], wanted: Want, rng: Random, *, limit: int, hi
     if not found:
         return Ranked((), (), Refusal(), tied=0)
     first = pick_place(found, wanted, rng, hidden)
-    tied = _tied(found, wanted) if not wanted.queued else [first]
+    tied = tied_places(found, wanted) if not wanted.queued else [first]
     # Work that waits wants the fullest engine, which the pick already says.
     if first not in tied:
         tied = [first]
@@ -201,7 +202,7 @@ def pick_place(found: Sequence[Found], wanted: Want, rng: Random, hidden: float 
         return 0
     if hidden >= 1.0 and not wanted.queued:
         return _spread(found, wanted, rng, hidden)
-    tied = _tied(found, wanted)
+    tied = tied_places(found, wanted)
     if len(tied) == 1:
         return tied[0]
     if wanted.queued:
@@ -223,20 +224,24 @@ def _fill(live: Live) -> float:
     return live.busy / live.offer.slots if live.offer.warm else 0.0
 
 
-def _tied(found: Sequence[Found], wanted: Want) -> list[int]:
+def tied_places(found: Sequence[Found], wanted: Want) -> list[int]:
     """Places of those that are as good as the best."""
     best = min(found, key=lambda item: item[1].total_s)[1]
     most_money_s = best.money_s * (1.0 + PRICE_BAND_RATIO)
     if wanted.queued:
         end_s = best.ttft_s + wanted.output * best.tpot_s
         band_s = END_BAND_RATIO * wanted.weights.end * end_s
+        latest_s = math.inf
     else:
+        # What would come too late is no tie of what comes in time.
+        latest_s = max(best.ttft_s, wanted.useful_ttft_s)
         band_s = TTFT_BAND_S + TTFT_BAND_RATIO * best.ttft_s
     rest_s = best.total_s - best.money_s + band_s
     return [
         place
         for place, (_, cost, _) in enumerate(found)
-        if cost.total_s == best.total_s or (cost.money_s <= most_money_s and cost.total_s - cost.money_s <= rest_s)
+        if cost.total_s == best.total_s
+        or (cost.money_s <= most_money_s and cost.total_s - cost.money_s <= rest_s and cost.ttft_s <= latest_s)
     ]
 
 
