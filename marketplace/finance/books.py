@@ -89,7 +89,12 @@ def _lines(moves: list[ledger.Movement]) -> tuple[AccountLine, ...]:
         totals[key] = (nano + _owed(move), max(journals, move.journals))
     shown = {name for name, _ in totals}
     empty = [AccountLine(name, "", 0, 0) for name in ALWAYS_SHOWN if name not in shown]
-    lines = [AccountLine(name, kind, nano, journals) for (name, kind), (nano, journals) in totals.items()]
+    # What only moved from one state to another shows among the states.
+    lines = [
+        AccountLine(name, kind, nano, journals)
+        for (name, kind), (nano, journals) in totals.items()
+        if nano or name in ALWAYS_SHOWN
+    ]
     order = {name: place for place, name in enumerate(ALWAYS_SHOWN)}
     return tuple(sorted([*lines, *empty], key=lambda line: (order.get(line.name, len(order)), line.name, line.kind)))
 

@@ -60,7 +60,7 @@ class PlatformReport:
     @property
     def deferred_nano(self) -> int:
         """Credit that renters have not spent at the period's end: revenue that is not earned yet."""
-        return sum(row.balance_nano for row in self.trial.rows if row.code.startswith("renter:"))
+        return sum(row.balance_nano for row in self.trial.rows if _is_credit(row.code))
 
     @property
     def payable_nano(self) -> int:
@@ -69,6 +69,10 @@ class PlatformReport:
         return sum(
             row.balance_nano for row in self.trial.rows if row.code.startswith("owner:") and row.kind is liability
         )
+
+
+def _is_credit(code: str) -> bool:
+    return code.startswith("renter:") and code.endswith((":credit", ":promotional"))
 
 
 def by_age(entries: Iterable[Earned], at: datetime) -> tuple[Age, ...]:
