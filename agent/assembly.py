@@ -15,6 +15,7 @@ import msgspec
 from agent import config as configuration
 from agent import home as folder
 from agent import identity as identities
+from agent.calibration import Calibrator, SpeedBook
 from agent.config import AgentConfig, ConfigError, ModelTable, check_url
 from agent.daemon import Daemon
 from agent.engines.factory import EngineConfig, make_engine
@@ -195,6 +196,7 @@ def build(home: Path, url: str | None = None) -> Daemon:
         makers={entry.served.key: _maker(entry.settings) for entry in prepared},
         sources=sources,
         checks={entry.served.key: entry.check for entry in prepared if entry.check is not None},
+        calibrator=Calibrator(SpeedBook(home / "speeds.json")),
     )
 
 

@@ -26,6 +26,8 @@ RETRY_FIRST_S: Final = 0.5
 RETRY_MAX_S: Final = 15.0
 RETRY_ASKED_MAX_S: Final = 300.0
 """A gateway may ask for a longer pause, up to this."""
+REPLACED: Final = "replaced"
+REPLACED_PAUSE_S: Final = 5.0
 STEADY_S: Final = 30.0
 """A connection that held this long starts the pauses over."""
 
@@ -243,6 +245,12 @@ async def _receive(socket: aiohttp.ClientWebSocketResponse) -> list[GatewayFrame
 
 
 def _farewell(goodbye: Goodbye) -> Exception:
+    if goodbye.code == REPLACED:
+        # Our own newer socket may have raced with the older one: only the gateway can tell which was last. To end for
+        # good would leave a healthy machine silent, so try again, slowly enough for two copies of a node not to fight.
+        return ConnectionLost(
+            "another connection of this node took over; is its folder in use twice?", REPLACED_PAUSE_S
+        )
     if goodbye.retry_after_s < 0:
         return TurnedAway(f"{goodbye.message} ({goodbye.code})")
     return ConnectionLost(f"the gateway said goodbye: {goodbye.message} ({goodbye.code})", goodbye.retry_after_s)

@@ -22,6 +22,7 @@ from agent import events, protocol
 from agent import home as folder
 from agent import identity as identities
 from agent.awake import Awake
+from agent.calibration import Calibrator
 from agent.client import Client, TurnedAway
 from agent.config import AgentConfig, AskTable, ConfigError, ModelTable
 from agent.earnings import Earnings
@@ -62,6 +63,7 @@ class Daemon:
         makers: dict[str, Callable[[], Engine]],
         sources: list[Source],
         checks: dict[str, Callable[[bool], None]] | None = None,
+        calibrator: Calibrator | None = None,
     ) -> None:
         """`makers` and `checks` are by engine; a check raises ConfigError for weights that changed, and reads them
         afresh if told to."""
@@ -79,7 +81,7 @@ class Daemon:
         self._checks = checks or {}
         self._changed_weights: dict[str, str] = {}
         self._supervisors = {
-            key: Supervisor(key, make, self._dispatch, self._check_of(key)) for key, make in makers.items()
+            key: Supervisor(key, make, self._dispatch, self._check_of(key), calibrator) for key, make in makers.items()
         }
         self._client = Client(identity.file.url, identity, version(), self)
         self._work: dict[bytes, asyncio.Task[events.WorkEvent]] = {}

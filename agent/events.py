@@ -84,6 +84,9 @@ class EngineReady:
     generation: int
     facts: EngineFacts
     now: float
+    prefill_tokens_per_s: float | None = None
+    """As a short run measured it, now or earlier."""
+    decode_tokens_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

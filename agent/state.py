@@ -542,6 +542,9 @@ class AgentState:
         engine.facts = event.facts
         engine.ready_at = event.now
         engine.last_error = ""
+        engine.prefill_tokens_per_s = engine.prefill_tokens_per_s or event.prefill_tokens_per_s
+        engine.decode_tokens_per_s = engine.decode_tokens_per_s or event.decode_tokens_per_s
+        engine.told_speeds = (engine.prefill_tokens_per_s, engine.decode_tokens_per_s)
         self._tell_inventory()
         self._out.append(SendTelemetry())
 

@@ -7,9 +7,10 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, TypeVar
 
+from agent.calibration import Calibrator, Speeds
 from agent.engines.port import STOP_GRACE_S, Engine, EngineError, EngineFacts
 from agent.errors import ConfigError
 from agent.events import EngineEvent, EngineFailed, EngineReady, IdleVerified
@@ -27,6 +28,9 @@ VERIFY_MAX_PAUSE_S: Final = 0.25
 IDLE_CALL_S: Final = 2.0
 
 
+Result = TypeVar("Result")
+
+
 class Supervisor:
     """`start`, `stop` and `verify` say what is wanted and return at once; what happened comes through `dispatch`.
 
@@ -39,12 +43,15 @@ class Supervisor:
         make: Callable[[], Engine],
         dispatch: Callable[[EngineEvent], None],
         check: Callable[[], None] | None = None,
+        calibrator: Calibrator | None = None,
     ) -> None:
-        """`check` looks at the weights before each start, in a thread; it raises ConfigError."""
+        """`check` looks at the weights before each start, in a thread; it raises ConfigError. `calibrator` measures an
+        engine that is new here before it is offered."""
         self._key = key
         self._name = log_name(key)
         self._make = make
         self._check = check
+        self._calibrator = calibrator
         self._dispatch = dispatch
         self._wanted: int | None = None
         self._at_once = False
@@ -104,7 +111,16 @@ class Supervisor:
                 "engine_ready engine=%s engine_key=%s slots=%d context_per_slot=%d load_s=%.1f",
                 *(facts.name, self._name, facts.slots, facts.context_per_slot, time.monotonic() - started),
             )
-            self._dispatch(EngineReady(self._key, generation, facts, time.monotonic()))
+            speeds = await self._speeds(engine, facts, generation)
+            if speeds is None:
+                return
+            self._dispatch(
+                EngineReady(
+                    *(self._key, generation, facts, time.monotonic()),
+                    prefill_tokens_per_s=speeds.prefill_tokens_per_s,
+                    decode_tokens_per_s=speeds.decode_tokens_per_s,
+                )
+            )
             await self._watch(engine, generation)
         except EngineError as error:
             self._fail(generation, error.message)
@@ -121,7 +137,17 @@ class Supervisor:
 
     async def _start(self, engine: Engine, generation: int) -> EngineFacts | None:
         """The facts once it serves, or None if it is no longer wanted. Raises EngineError."""
-        starting = asyncio.create_task(engine.start(), name=f"start-{self._name}")
+        return await self._unless_unwanted(engine.start(), generation)
+
+    async def _speeds(self, engine: Engine, facts: EngineFacts, generation: int) -> Speeds | None:
+        """What it does, or None if it is no longer wanted."""
+        if self._calibrator is None:
+            return Speeds()
+        variant, _, device = self._key.partition("@")
+        return await self._unless_unwanted(self._calibrator.speeds(engine, facts, device or "cpu", variant), generation)
+
+    async def _unless_unwanted(self, work: Coroutine[Any, Any, Result], generation: int) -> Result | None:
+        starting = asyncio.create_task(work, name=f"start-{self._name}")
         try:
             while not starting.done():
                 change = asyncio.create_task(self._changed.wait())

@@ -12,6 +12,7 @@ import importlib.util
 import logging
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -101,7 +102,8 @@ class HashStore:
         self._known[path] = entry
         while len(self._known) > MAX_REMEMBERED:
             self._known.pop(next(iter(self._known)))
-        write_private(self._path, msgspec.json.encode(self._known))
+        with suppress(OSError):  # a note that cannot be kept costs only another reading of the file
+            write_private(self._path, msgspec.json.encode(self._known))
 
 
 def _read_fast(path: Path) -> str:
@@ -142,6 +144,10 @@ class WeightStore:
     def path(self, sha256: str) -> Path:
         """Where the file of this hash lies, or will."""
         return self._folder / f"{sha256}.gguf"
+
+    def files(self) -> list[Path]:
+        """Every complete file that is here."""
+        return sorted(self._folder.glob("*.gguf"))
 
     def find(self, sha256: str) -> Path | None:
         """The checked file, noted as used now; None if it is not here. One whose bytes changed is deleted."""
