@@ -16,7 +16,10 @@ from marketplace.jobs.endings import UNTRIED, Ending, Tried
 from marketplace.jobs.hot import AttemptLease, Lease, Leased
 from marketplace.jobs.repository import Waiting
 from marketplace.jobs.writer import run_in_session
-from marketplace.matching.rank import Rules, rank, with_pick
+from marketplace.matching import line as line_
+from marketplace.matching.line import OUTPUT_WEIGHT, Line
+from marketplace.matching.live import UNKNOWN_DECODE_TOKENS_PER_S, UNKNOWN_PREFILL_TOKENS_PER_S
+from marketplace.matching.rank import Rules, could_run, rank, with_pick
 from marketplace.matching.retries import RetryBudget
 from marketplace.matching.types import Demand, OfferView, Ranked, Service
 
@@ -67,6 +70,8 @@ class Matcher:
     rules: Rules
     lease_s: float
     now_s: Callable[[], float]
+    lines: dict[UUID, Line] = field(default_factory=dict)
+    """By variant: whose turn it is, by what each renter was served in this process."""
 
 
 def assign(session: Session, offers: Sequence[OfferView], matcher: Matcher) -> Assignment:
@@ -97,14 +102,49 @@ def _match(
     room = sum(offer.slots - offer.slots_busy for offer in free)
     jobs = repository.next_in_line(session, variant_id, free, limit=min(room + SPARE, MAX_ROUND)) if room else []
     history = repository.tried(session, [job.job_id for job in jobs]) if jobs else {}
-    wanted: list[tuple[Lease, Placed]] = []
+    by_id = {job.job_id: job for job in jobs}
+    line = matcher.lines.setdefault(variant_id, Line())
+    line.retain(by_id.keys())
+    line.running(
+        {
+            organisation_id: prompt_tokens + OUTPUT_WEIGHT * output_tokens
+            for organisation_id, prompt_tokens, output_tokens in repository.working(session, variant_id)
+        }
+        if jobs
+        else {}
+    )
+    now_s = matcher.now_s()
     for job in jobs:
-        found = _place(job, history.get(job.job_id, UNTRIED), known, matcher, done)
+        line.join(_waiting(job, free, now_s))
+
+    def give(waiting: line_.Waiting, kept: Sequence[line_.Waiting]) -> tuple[Lease, Placed] | None:
+        nonlocal known
+        job = by_id[waiting.job_id]
+        keep = [demand_of(by_id[other.job_id]) for other in kept]
+        offers = [offer for offer in known if not any(could_run(offer, demand, matcher.rules) for demand in keep)]
+        found = _place(job, history.get(job.job_id, UNTRIED), offers, matcher, done)
         if found is not None:
-            lease, placed = found
-            wanted.append((lease, placed))
-            known = with_pick(known, placed.offer_id)
-    return wanted
+            known = with_pick(known, found[1].offer_id)
+        return found
+
+    return [turn.given for turn in line.serve(give, now_s, most=MAX_ROUND)]
+
+
+def _waiting(job: Waiting, free: Sequence[OfferView], now_s: float) -> line_.Waiting:
+    """The job as the line sees it; how long it runs is a guess by the offers that are free."""
+    usual = free[0]
+    reads_s = job.prompt_tokens / (usual.prefill_tokens_per_s or UNKNOWN_PREFILL_TOKENS_PER_S)
+    writes_s = job.max_output_tokens / (usual.decode_tokens_per_s or UNKNOWN_DECODE_TOKENS_PER_S)
+    return line_.Waiting(
+        job_id=job.job_id,
+        renter_id=job.organisation_id,
+        variant_id=job.variant_id,
+        prompt_tokens=job.prompt_tokens,
+        max_output_tokens=job.max_output_tokens,
+        arrived_s=now_s - job.waited_s,
+        deadline_s=now_s + job.deadline_left_s,
+        runs_s=reads_s + writes_s,
+    )
 
 
 def _place(

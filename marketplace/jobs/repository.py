@@ -71,6 +71,8 @@ class Waiting:
     max_output_tokens: int
     ceiling: Rates
     cancel_requested: bool
+    waited_s: float
+    deadline_left_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +272,17 @@ def next_in_line(session: Session, variant_id: UUID, free: Sequence[OfferView], 
     return [by_id[id_] for id_ in ids if id_ in by_id]
 
 
+def working(session: Session, variant_id: UUID) -> list[tuple[UUID, int, int]]:
+    """By renter, what its queued jobs of a variant that run now may take: tokens of prompts, and bounds of answers."""
+    statement = (
+        select(Job.organisation_id, func.sum(Job.prompt_tokens), func.sum(Job.max_output_tokens))
+        .join(Attempt, Attempt.job_id == Job.id)
+        .where(Attempt.state == "leased", Job.kind == "queued", Job.variant_id == variant_id)
+        .group_by(Job.organisation_id)
+    )
+    return [(row[0], int(row[1]), int(row[2])) for row in session.execute(statement)]
+
+
 def misfits(
     session: Session, variant_id: UUID, connected: Sequence[OfferView], *, older_than_s: float, limit: int
 ) -> list[Waiting]:
@@ -316,6 +329,8 @@ def _waiting_columns() -> Any:
         Job.max_cached_input_nano_usd_per_mtok,
         Job.max_output_nano_usd_per_mtok,
         Job.cancel_requested_at,
+        func.extract("epoch", func.now() - Job.created_at).label("waited_s"),
+        _seconds_until(Job.deadline_at).label("deadline_left_s"),
     )
 
 
@@ -333,6 +348,8 @@ def _waiting(session: Session, statement: Any) -> list[Waiting]:
                 output=row.max_output_nano_usd_per_mtok,
             ),
             cancel_requested=row.cancel_requested_at is not None,
+            waited_s=float(row.waited_s),
+            deadline_left_s=float(row.deadline_left_s),
         )
         for row in session.execute(statement)
     ]

@@ -29,6 +29,7 @@ __all__ = [
     "Found",
     "Rules",
     "arrange",
+    "could_run",
     "pick_place",
     "rank",
     "refusal_of",
@@ -91,6 +92,11 @@ def _checks(
         (offer.slots_busy >= offer.slots, Filter.FULL),
         (offer.probation and offer.slots_busy >= rules.probation_slots, Filter.PROBATION),
     )
+
+
+def could_run(offer: OfferView, demand: Demand, rules: Rules = DEFAULT_RULES) -> bool:
+    """True if the offer would run the demand once it has room: every filter passes that waiting cannot cure."""
+    return all(name in CURABLE for name in refusals_of(offer, demand, rules))
 
 
 def worst_nano(rates: Rates, demand: Demand) -> int:
@@ -231,17 +237,13 @@ def tied_places(found: Sequence[Found], wanted: Want) -> list[int]:
     if wanted.queued:
         end_s = best.ttft_s + wanted.output * best.tpot_s
         band_s = END_BAND_RATIO * wanted.weights.end * end_s
-        latest_s = math.inf
     else:
-        # What would come too late is no tie of what comes in time.
-        latest_s = max(best.ttft_s, wanted.useful_ttft_s)
         band_s = TTFT_BAND_S + TTFT_BAND_RATIO * best.ttft_s
     rest_s = best.total_s - best.money_s + band_s
     return [
         place
         for place, (_, cost, _) in enumerate(found)
-        if cost.total_s == best.total_s
-        or (cost.money_s <= most_money_s and cost.total_s - cost.money_s <= rest_s and cost.ttft_s <= latest_s)
+        if cost.total_s == best.total_s or (cost.money_s <= most_money_s and cost.total_s - cost.money_s <= rest_s)
     ]
 
 
