@@ -43,7 +43,16 @@ class Looked:
 class Lookout:
     """The agent's eyes. Not thread-safe."""
 
-    def __init__(self, home: Path, config: AgentConfig, sources: Sequence[Source], *, root: Path = Path("/")) -> None:
+    def __init__(
+        self,
+        home: Path,
+        config: AgentConfig,
+        sources: Sequence[Source],
+        *,
+        root: Path = Path("/"),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._home = home
         self._sources = sources
         self._root = root
@@ -90,7 +99,7 @@ class Lookout:
         processes: Processes = {}
         for source in self._sources:
             processes |= source.processes()
-        now = time.monotonic()
+        now = self._clock()
         self.energy.add(self.devices, now)
         self._look_slowly(now)
         pids = {entry.pid for entries in processes.values() for entry in entries or ()}

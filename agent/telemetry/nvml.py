@@ -205,7 +205,8 @@ class NvmlSource:
 
     def _check_all_mute(self) -> None:
         """Every card answering error 999 is no fault of a card: the library lost its devices as a whole."""
-        mute = bool(self._reports) and all(report.reason == _MUTE for report in self._reports)
+        asked = [report for report in self._reports if self._cards[report.device_id].verdict is None]
+        mute = bool(asked) and all(report.reason == _MUTE for report in asked)
         self._mute_samples = self._mute_samples + 1 if mute else 0
         if self._mute_samples >= MUTE_SAMPLES:
             self._mute_samples = 0
