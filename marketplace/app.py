@@ -18,7 +18,7 @@ from marketplace.core.valkey import ValkeyPipe, connect_async
 from marketplace.finance import endpoints as finance_endpoints
 from marketplace.fleet.service import Fleet
 from marketplace.fleet.wire import LINK_PATH
-from marketplace.gateway import endpoints, queue_endpoints
+from marketplace.gateway import endpoints, queue_endpoints, usage_endpoints
 from marketplace.gateway.api import Bounded, make_api
 from marketplace.gateway.cancels import EarlyCancels
 from marketplace.gateway.chat import ChatApp
@@ -73,6 +73,7 @@ class Gateway:
             endpoints.router,
             endpoints.operations,
             queue_endpoints.router,
+            usage_endpoints.router,
             finance_endpoints.router,
             services.fleet.router,
         )

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from typing import Any, Final
+from uuid import UUID
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
 
+from marketplace.billing.service import balance
 from marketplace.core.database import SessionFactory
 from marketplace.gateway import metrics, models
 from marketplace.gateway.deps import Caller, GatewayServices, Renter
-from marketplace.gateway.parse import parse_chat
-from marketplace.gateway.quote import find_all, measure, quote
+from marketplace.gateway.quote import Purse, find_all, measure, quote
+from marketplace.gateway.surface import parse_any
+from marketplace.gateway.tokenize import parse_tokenize, tokenize
+from marketplace.metering.usage import likely_output_tokens
 
 router = APIRouter()
 operations = APIRouter(include_in_schema=False)
@@ -36,15 +40,36 @@ async def show_model(model: str, services: GatewayServices, _: Caller) -> dict[s
 
 @router.post("/v1/quote")
 async def make_quote(request: Request, services: GatewayServices, principal: Renter) -> dict[str, Any]:
-    """What a chat request would cost, and whether there is room for it now. Nothing is held or charged."""
-    chat = await asyncio.to_thread(parse_chat, await request.body())
+    """What a chat or a text completion would cost, and whether there is room for it now. Nothing is held or charged."""
+    chat = await asyncio.to_thread(parse_any, await request.body())
     limits = await services.limiter.acquire(principal)
     try:
         measured = await measure(services, chat)
-        ranked = find_all(services, measured.demand(principal.organisation_id))
-        return quote(measured, ranked)
+        cached = services.prefixes.held(principal.organisation_id, measured.variant.id, measured.prompt_packed)
+        ranked = find_all(services, measured.demand(principal.organisation_id, cached_tokens=cached))
+        available_nano, usual = await asyncio.to_thread(
+            _purse, services.session_factory, principal.organisation_id, measured.variant.id
+        )
+        return quote(measured, ranked, Purse(available_nano, usual, cached))
     finally:
         services.in_background(services.limiter.release(limits))
+
+
+@router.post("/v1/tokenize")
+async def tokens_of(request: Request, services: GatewayServices, principal: Renter) -> dict[str, Any]:
+    """A text or a chat as the model's tokenizer and template read it. Free, and counted against the key's limits."""
+    asked = await asyncio.to_thread(parse_tokenize, await request.body())
+    limits = await services.limiter.acquire(principal)
+    try:
+        return await tokenize(services.catalog.resolve(asked.model), asked)
+    finally:
+        services.in_background(services.limiter.release(limits))
+
+
+def _purse(factory: SessionFactory, organisation_id: UUID, variant_id: UUID) -> tuple[int, tuple[int, int] | None]:
+    with factory() as session:
+        available_nano = balance(session, organisation_id).available_nano
+        return available_nano, likely_output_tokens(session, organisation_id, variant_id)
 
 
 @operations.get("/healthz")

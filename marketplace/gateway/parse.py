@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Final, Literal, Protocol, TypeVar
 
@@ -248,18 +248,29 @@ def parse_chat(body: bytes) -> ChatRequest:
 
 def to_request(body: ChatBody) -> ChatRequest:
     """Check what spans several fields, and normalise. Raises InvalidBody (400)."""
-    for index, message in enumerate(body.messages):
-        _check_message(message, f"messages[{index}]")
+    messages = plain_messages(body.messages)
     options = _options(body)
     return ChatRequest(
         model=body.model,
-        messages=[_plain_message(message) for message in body.messages],
+        messages=messages,
         tools=options.get("tools"),
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         max_tokens=_output_bound(body),
         options=options,
     )
+
+
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as plain objects, normalised. Raises InvalidBody (400)."""
+    for index, message in enumerate(messages):
+        _check_message(message, f"messages[{index}]")
+    return [_plain_message(message) for message in messages]
+
+
+def plain_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
+    """Tools as plain objects; None where there are none."""
+    return [msgspec.to_builtins(tool) for tool in tools] if tools else None
 
 
 @lru_cache(maxsize=16)

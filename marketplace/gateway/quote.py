@@ -16,7 +16,7 @@ from marketplace.gateway.prefixes import pack
 from marketplace.gateway.services import Services
 from marketplace.matching.rank import rank
 from marketplace.matching.types import Demand, OfferView, Ranked, Rates, Service
-from marketplace.metering.pricing import price, worst_case
+from marketplace.metering.pricing import affordable_output, price, worst_case
 from marketplace.metering.tokens import TokenCounts
 
 
@@ -38,6 +38,8 @@ class Measured:
     max_output_tokens: int
     client_bound: bool
     """True if the client set the bound; else it is the model's default, which the balance may lower."""
+    context: int
+    """Tokens of the largest slot that serves the variant now."""
     list_offers: Callable[[], Sequence[OfferView]]
 
     @property
@@ -85,6 +87,7 @@ async def measure(services: Services, chat: Inference) -> Measured:
         prompt_packed=pack(counted.ids),
         max_output_tokens=_output_bound(chat, variant.default_max_output, counted.tokens, context),
         client_bound=chat.max_tokens is not None,
+        context=context,
         list_offers=lambda: services.fleet.view.offers(variant.id),
     )
 
@@ -109,8 +112,20 @@ def find_all(services: Services, demand: Demand) -> Ranked:
     return rank(offers, demand, services.rng, rules=services.fleet.rules, resting=resting)
 
 
-def quote(measured: Measured, ranked: Ranked) -> dict[str, Any]:
-    """What POST /v1/quote answers: bounds over the offers that could run it now, or over all that are known."""
+@dataclass(frozen=True, slots=True)
+class Purse:
+    """What of the renter's own a quote depends on."""
+
+    available_nano: int
+    usual_output: tuple[int, int] | None
+    """The median length of the renter's own answers of this variant, and of how many; None: no such answer yet."""
+    cached_tokens: Mapping[UUID, int]
+    """By node: leading tokens of this prompt that it has read for this renter lately."""
+
+
+def quote(measured: Measured, ranked: Ranked, purse: Purse) -> dict[str, Any]:
+    """What POST /v1/quote answers: bounds over the offers that could run it now, or over all that are known, and what
+    is likely at the best of them."""
     fitting = ranked.offers or measured.offers
     prompt, output = measured.prompt_tokens, measured.max_output_tokens
     answer: dict[str, Any] = {
@@ -122,25 +137,51 @@ def quote(measured: Measured, ranked: Ranked) -> dict[str, Any]:
         "currency": "usd",
         "rates_per_million_tokens": None,
         "cost": None,
+        "balance": {"available": usd(purse.available_nano), "affordable_output_tokens": None},
         "capacity": {
             "available": bool(ranked.offers),
             "nodes": len({offer.node_id for offer in ranked.offers}),
             "predicted_ttft_s": round(ranked.ttft_s[0], 3) if ranked.offers else None,
+            "predicted_tokens_per_s": _decode_speed(ranked, output),
             "refused": ranked.refusal.sentence() if not ranked.offers else None,
         },
     }
     if fitting:
         best = fitting[0].rates
+        likely, basis = _likely_output(purse, output)
+        counts = TokenCounts.of(prompt=prompt, cached=purse.cached_tokens.get(fitting[0].node_id, 0), output=likely)
+        answer["balance"]["affordable_output_tokens"] = min(
+            affordable_output(best, prompt, purse.available_nano), measured.context - prompt
+        )
         answer["rates_per_million_tokens"] = {
             "input": usd(best.input),
             "cached_input": usd(best.cached_input),
             "output": usd(best.output),
         }
         answer["cost"] = {
+            "likely": usd(price(counts, best, 0).gross_nano),
+            "likely_output_tokens": likely,
+            "likely_basis": basis,
             "at_least": usd(min(_least(offer.rates, prompt) for offer in fitting)),
             "at_most": usd(max(worst_case(offer.rates, prompt, output) for offer in fitting)),
         }
     return answer
+
+
+def _likely_output(purse: Purse, bound: int) -> tuple[int, str]:
+    """How long the answer will be as far as anybody can say, and where that is taken from."""
+    if purse.usual_output is None:
+        return bound, "the bound, since you have no answers of this model yet"
+    length, answers = purse.usual_output
+    return min(length, bound), f"the median of your last {answers} answers of this model"
+
+
+def _decode_speed(ranked: Ranked, output: int) -> float | None:
+    """Tokens a second at the best offer, under its load now."""
+    if not ranked.offers or not ranked.end_s:
+        return None
+    decoding_s = ranked.end_s[0] - ranked.ttft_s[0]
+    return round((output - 1) / decoding_s, 1) if output > 1 and 0 < decoding_s < float("inf") else None
 
 
 def _least(rates: Rates, prompt_tokens: int) -> int:

@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from msgspec import DecodeError, Raw, Struct
+from msgspec.json import decode
+
 from marketplace.gateway.answer import completion
 from marketplace.gateway.completions import TextWriter, parse_completion, text_completion
 from marketplace.gateway.parse import Inference, parse_chat
@@ -47,6 +50,21 @@ class Surface:
 CHAT: Final = Surface(CHAT_ENDPOINT, "chatcmpl-", parse_chat, ChunkWriter, completion)
 TEXT: Final = Surface(TEXT_ENDPOINT, "cmpl-", parse_completion, TextWriter, text_completion)
 SURFACES: Final = {surface.endpoint: surface for surface in (CHAT, TEXT)}
+
+
+class _Kind(Struct):
+    prompt: Raw = Raw()
+    messages: Raw = Raw()
+
+
+def parse_any(body: bytes) -> Inference:
+    """Parse a body that may be a text completion's, which has a `prompt`, or a chat's. Raises InvalidBody (400)."""
+    try:
+        kind = decode(body, type=_Kind)
+    except (DecodeError, UnicodeDecodeError):
+        # The strict parser says what is wrong.
+        return CHAT.parse(body)
+    return (TEXT if bytes(kind.prompt) and not bytes(kind.messages) else CHAT).parse(body)
 
 
 def surface_of(engine_body: Mapping[str, Any]) -> Surface:

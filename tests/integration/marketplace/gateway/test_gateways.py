@@ -195,6 +195,7 @@ class TestAQuote:
                     "available": False,
                     "nodes": 0,
                     "predicted_ttft_s": None,
+                    "predicted_tokens_per_s": None,
                     "refused": "no node is connected",
                 }
                 assert quote["cost"] is None
