@@ -1,7 +1,8 @@
 """One cost in seconds and money for a demand on an offer. Pure.
 
-    first token   overhead + cold load + prompts before this one + own prefill, slowed by the decoding beside it
-    per token     step / (1 - share of prefill), the step longer by each token of running context
+    first token   overhead + cold load + prompts before this one + own prefill, slowed by the decoding beside it:
+                  an engine that keeps its pace reads prompts in what decoding leaves of a step
+    per token     step / (1 - share of prefill), the step longer by each token of running context, up to that pace
     cost          seconds until useful + what is late, many times + worth of the money + work taken from others
                   + age of the figures + bias of the offer (probation, a large card for a small model)
 
@@ -26,8 +27,10 @@ from marketplace.metering.pricing import Rates
 
 OVERHEAD_S: Final = 0.02
 """Network and scheduling, whatever the prompt."""
-CHUNK_TOKENS: Final = 512.0
-"""A busy engine reads a prompt in chunks of about this, with a decode step of the others between them."""
+PACE_S: Final = 0.076
+"""As long as a busy engine lets a step become: the chunk of prompts that it reads in one is what decoding leaves."""
+MOST_DECODING: Final = 0.8
+"""Of a step; prompts are read on even where decoding alone would fill it."""
 AGE_WEIGHT: Final = 0.02
 """Cost of each second by which figures are older than a node's period of telemetry: stale telemetry ages."""
 NO_RATES: Final = Rates(0, 0, 0)
@@ -101,17 +104,22 @@ def want(demand: Demand, rules: Rules, usual: Rates) -> Want:
 def cost_of(live: Live, wanted: Want, now_s: float, cached: int = 0) -> Cost:
     """Predict and price one offer. `cached` tokens of the prompt are in its cache."""
     _, prompt, output, useful_ttft_s, useful_tpot_s, _, money_s, _, _, _, _, weights, queued, fresh_s = wanted
-    uncached = prompt - cached
+    backlog_s = live.free_at_s - now_s if live.free_at_s > now_s else 0.0
     step_s = live.step_s
     if live.kv_s:
-        step_s += live.kv_s * (live.context_tokens + prompt + 0.5 * output)
-    work_s = live.prefill_s * uncached
-    ttft_s = OVERHEAD_S + live.cold_s + work_s
+        # Who still waits to be read joins those who decode one by one: half of them at a time.
+        waiting = min(live.context_tokens, backlog_s / live.prefill_s)
+        step_s += live.kv_s * (live.context_tokens + 0.5 * (prompt + output - waiting))
+    work_s = (prompt - cached) * (live.prefill_s + live.attention_s * (prompt + cached))
     if live.busy > 0:
-        ttft_s += uncached / CHUNK_TOKENS * step_s
-    if live.free_at_s > now_s:
-        ttft_s += live.free_at_s - now_s
-    tpot_s = step_s / (1.0 - live.prefill_share(now_s)) if live.prefill_load_s else step_s
+        work_s /= 1.0 - min(step_s / PACE_S, MOST_DECODING)
+    ttft_s = OVERHEAD_S + live.cold_s + work_s + backlog_s
+    tpot_s = step_s
+    if live.prefill_load_s and step_s < PACE_S:
+        tpot_s = min(PACE_S, step_s / (1.0 - live.prefill_share(now_s)))
+    if live.kv_tokens and live.context_tokens + prompt + output > live.kv_tokens:
+        # Memory comes free as those who run end: all of it in about the time of one answer.
+        ttft_s += ((live.context_tokens + prompt + output) / live.kv_tokens - 1.0) * output * tpot_s
     money_s *= prompt * live.ask_input + output * live.ask_output
     if cached:
         money_s -= wanted.money_s * cached * live.ask_saved
@@ -121,7 +129,7 @@ def cost_of(live: Live, wanted: Want, now_s: float, cached: int = 0) -> Cost:
     else:
         total_s += ttft_s + weights.crowd_s * live.busy / live.offer.slots
         if ttft_s > useful_ttft_s:
-            total_s += weights.late * (ttft_s - useful_ttft_s)
+            total_s += weights.missed_s + weights.late * (ttft_s - useful_ttft_s)
         if tpot_s > useful_tpot_s:
             total_s += weights.slow * output * (tpot_s - useful_tpot_s)
     if live.capped:

@@ -138,7 +138,8 @@ def split(live: Live, cost: Cost, wanted: Want, now_s: float) -> Split:
         time_s = weights.end * (cost.ttft_s + output * cost.tpot_s)
     else:
         time_s = cost.ttft_s
-        late_s = weights.late * max(0.0, cost.ttft_s - wanted.useful_ttft_s)
+        if cost.ttft_s > wanted.useful_ttft_s:
+            late_s = weights.missed_s + weights.late * (cost.ttft_s - wanted.useful_ttft_s)
         late_s += weights.slow * output * max(0.0, cost.tpot_s - wanted.useful_tpot_s)
         crowd_s = weights.crowd_s * live.busy / live.offer.slots
     age_s = AGE_WEIGHT * max(0.0, now_s - live.sampled_at_s - wanted.fresh_s)

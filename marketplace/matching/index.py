@@ -249,6 +249,21 @@ class FleetIndex:
             return Ranked((), (), self._refuse(demand, now_s, resting), tied=0)
         return arrange(found, wanted, rng, limit=limit, hidden=self._hidden_picks(now_s))
 
+    def full(self, demand: Demand, now_s: float, *, resting: frozenset[UUID] = _NOBODY) -> list[UUID]:
+        """Offers that would run the demand but for their slots, which are taken."""
+        market = self._markets.get(demand.variant_id)
+        if market is None:
+            return []
+        wanted = want(demand, self.rules, market.usual())
+        sieve = self._sieve(market, wanted, now_s, resting)
+        return [
+            live.offer.offer_id
+            for cell in market.cells.values()
+            if self._admits(cell, demand)
+            for live in cell.levels[FULL]
+            if self._passes(live, sieve)
+        ]
+
     def dispatched(self, offer_id: UUID, demand: Demand, now_s: float) -> Reservation | None:
         """A request goes to an offer of `rank`, whose slots somebody else counts: its prompt weighs there from now on.
 
@@ -275,7 +290,7 @@ class FleetIndex:
             return
         reservation.live = None
         if reservation.work_s:
-            live.withdrawn(reservation.work_s, now_s)
+            live.withdrawn(reservation.work_s, reservation.mark_s, now_s)
         if slot:
             live.busy = max(0, live.busy - 1)
         live.ended(reservation.tokens, now_s)

@@ -34,6 +34,7 @@ class Live:
         "ask_input",
         "ask_output",
         "ask_saved",
+        "attention_s",
         "bias_s",
         "busy",
         "capped",
@@ -42,6 +43,7 @@ class Live:
         "context_tokens",
         "free_at_s",
         "kv_s",
+        "kv_tokens",
         "level",
         "offer",
         "place",
@@ -80,6 +82,8 @@ class Live:
         self.ask_output = float(rates.output)
         self.ask_saved = float(rates.input - rates.cached_input)
         self.kv_s = offer.kv_step_s_per_token
+        self.kv_tokens = offer.kv_tokens or 0
+        self.attention_s = offer.attention_s_per_token2
         self.capped = offer.power_fraction < 0.95
         self.cold_s = 0.0
         if not offer.warm:
@@ -105,6 +109,19 @@ class Live:
         behind_s = self.prefill_total_s - mark_s
         if behind_s >= 0.0:
             self.free_at_s = now_s + behind_s
+
+    def withdrawn(self, work_s: float, mark_s: float, now_s: float) -> None:
+        """A prompt that was sent here is not read after all: nobody waits for it."""
+        self.free_at_s = max(now_s, self.free_at_s - work_s)
+        self.prefill_load_s = max(0.0, self.prefill_load_s - work_s)
+        if mark_s == self.prefill_total_s:
+            # Nobody stands behind it, so no other place in the line moves.
+            self.prefill_total_s -= work_s
+
+    def read_s(self, prompt: int, cached: int) -> float:
+        """Seconds that reading a prompt takes a device which does nothing else."""
+        uncached = prompt - cached
+        return uncached * (self.prefill_s + self.attention_s * (prompt + cached))
 
     def ended(self, tokens: int, now_s: float) -> None:
         """A request is over. With nothing left there, nothing waits either."""

@@ -14,8 +14,10 @@ class Weights:
 
     money_s: float
     """What the market's usual price of a job is worth: an offer at twice the usual price costs one such sum more."""
+    missed_s: float = 10.0
+    """What it costs that the first token comes too late to be useful, however little..."""
     late: float = 10.0
-    """A second beyond what is useful counts so many more."""
+    """...and each second beyond counts so many more."""
     slow: float = 1.0
     """The same for each second that all tokens together come later than is useful."""
     work: float = 1.0
@@ -29,8 +31,8 @@ class Weights:
 
 
 INTERACTIVE: Final = Weights(money_s=0.5, crowd_s=0.2)
-THROUGHPUT: Final = Weights(money_s=60.0, late=0.0, slow=0.0, work=0.0, end=0.25, fill_s=2.0)
-FLEX: Final = Weights(money_s=600.0, late=0.0, slow=0.0, work=0.0, end=0.05, fill_s=5.0)
+THROUGHPUT: Final = Weights(money_s=60.0, missed_s=0.0, late=0.0, slow=0.0, work=0.0, end=0.25, fill_s=2.0)
+FLEX: Final = Weights(money_s=600.0, missed_s=0.0, late=0.0, slow=0.0, work=0.0, end=0.05, fill_s=5.0)
 SORT_FACTOR: Final = {Sort.BALANCED: 1.0, Sort.PRICE: 8.0, Sort.LATENCY: 0.05}
 """By how much a renter's preference moves the worth of money."""
 

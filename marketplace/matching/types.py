@@ -67,6 +67,10 @@ class OfferView:
     """What loading it would still take of the device, margin included; None: nothing, or not known."""
     kv_step_s_per_token: float = 0.0
     """By how much each token of running context lengthens a decode step."""
+    kv_tokens: int | None = None
+    """Tokens of context that all slots share, in an engine with a paged cache; None: each slot has its own."""
+    attention_s_per_token2: float = 0.0
+    """Reading m tokens behind h takes this times (h + m)^2 - h^2 more: attention, which long prompts feel."""
     power_fraction: float = 1.0
     """Power limit over the device's own: a capped card prefills slower and decodes as before."""
     headroom: float = 1.0

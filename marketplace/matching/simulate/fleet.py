@@ -23,6 +23,8 @@ from marketplace.metering.pricing import Rates
 
 MAX_NODES: Final = 10_000
 MAX_SLOTS: Final = 256
+USUAL_SLOTS: Final = 128
+"""Of an engine with a paged cache, where the file does not say: memory is the bound that matters."""
 MAX_CONTEXT_TOKENS: Final = 131_072
 NANO_PER_USD: Final = 10**9
 DAY_S: Final = 86_400.0
@@ -132,16 +134,6 @@ class Fleet:
         """From an owner's return to the first prompt."""
         return self.shape.weight_bytes / self.load_bytes_per_s
 
-    def for_requests(self, mean_tokens: float) -> Fleet:
-        """The fleet with as many slots a node as requests of this size (prompt and answer) have room for."""
-        return replace(
-            self,
-            nodes=tuple(
-                replace(node, slots=max(1, min(MAX_SLOTS, int(node.kv_tokens / max(1.0, mean_tokens)))))
-                for node in self.nodes
-            ),
-        )
-
 
 def make_node(
     shape: ModelShape,
@@ -156,8 +148,7 @@ def make_node(
     efficiency: Efficiency | None = None,
     **more: Any,
 ) -> NodeSpec:
-    """A node from its card. Slots 0: as many as fit requests of 2,048 tokens. Raises FleetError if the model does not
-    fit the card."""
+    """A node from its card. Slots 0: the usual number. Raises FleetError if the model does not fit the card."""
     card = device.capped(power_fraction)
     model = SpeedModel(shape, card, 1, efficiency or Efficiency())
     kv_tokens = paged_kv_tokens(shape, memory_bytes=device.memory_bytes)
@@ -172,7 +163,7 @@ def make_node(
         kind=card.name,
         model=model,
         rates=rates,
-        slots=slots or max(1, min(MAX_SLOTS, kv_tokens // 2048)),
+        slots=slots or max(1, min(USUAL_SLOTS, kv_tokens // 512)),
         context_per_slot=min(MAX_CONTEXT_TOKENS, kv_tokens),
         kv_tokens=kv_tokens,
         pace_s=PACE_PART * target.tpot_s,

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any, Final, Protocol
 from uuid import UUID
 
-from marketplace.matching.index import Chosen, FleetIndex, Reservation
+from marketplace.matching.index import FleetIndex
 from marketplace.matching.rules import Rules
 from marketplace.matching.simulate.fleet import Fleet, NodeSpec
 from marketplace.matching.types import Demand, Filter, OfferView, Refusal
@@ -132,7 +132,6 @@ _NOTHING: Final[dict[UUID, int]] = {}
 def _offer(node: NodeSpec, number: int, fleet: Fleet) -> OfferView:
     """What such a node would report."""
     cost = node.model.step_cost(1)
-    prompt = 2048
     return OfferView(
         offer_id=UUID(int=10_000 + number),
         node_id=UUID(int=20_000 + number),
@@ -150,19 +149,24 @@ def _offer(node: NodeSpec, number: int, fleet: Fleet) -> OfferView:
         simulated=True,
         prefix_cache_s=3600.0,
         sampled_age_s=0.0,
-        prefill_tokens_per_s=prompt / node.model.prefill_s(prompt),
+        prefill_tokens_per_s=1.0 / cost.sequence_s,
         decode_tokens_per_s=1.0 / (cost.weights_s + cost.fixed_s),
         memory_free_bytes=None,
         region=node.region,
         memory_needed_bytes=fleet.shape.weight_bytes,
         kv_step_s_per_token=cost.kv_s,
+        kv_tokens=node.kv_tokens,
+        attention_s_per_token2=cost.attention_s / 2,
         power_fraction=node.power_fraction,
         headroom=1.0,
     )
 
 
 class _Counting:
-    """What the simple rules share: who is offered, and how much runs where. A ticket is (node, life of that node)."""
+    """What the simple rules share: who is offered, and how much runs where.
+
+    A ticket is (node, life of that node, tokens).
+    """
 
     name = ""
     wants_prefixes = False
@@ -171,6 +175,7 @@ class _Counting:
         self._rng = rng
         self._nodes = fleet.nodes
         self._busy = [0] * len(fleet.nodes)
+        self._tokens = [0] * len(fleet.nodes)
         self._lives = [0] * len(fleet.nodes)
         self._offered: list[int] = []
         self._ask = [node.rates.input + node.rates.output for node in fleet.nodes]
@@ -185,6 +190,7 @@ class _Counting:
         del now_s
         self._offered.remove(node)
         self._busy[node] = 0
+        self._tokens[node] = 0
         self._lives[node] += 1
 
     def report(self, now_s: float) -> None:
@@ -193,22 +199,28 @@ class _Counting:
     def choose(self, order: Order, now_s: float) -> tuple[int, Any] | Refusal:
         del now_s
         size = order.prompt + order.bound
-        busy, nodes = self._busy, self._nodes
-        able = [n for n in self._offered if busy[n] < nodes[n].slots and nodes[n].context_per_slot >= size]
+        busy, tokens, nodes = self._busy, self._tokens, self._nodes
+        able = [
+            n
+            for n in self._offered
+            if busy[n] < nodes[n].slots and nodes[n].context_per_slot >= size and tokens[n] + size <= nodes[n].kv_tokens
+        ]
         if not able:
             return FULL
         node = self._pick(able, order)
         busy[node] += 1
-        return node, (node, self._lives[node])
+        tokens[node] += size
+        return node, (node, self._lives[node], size)
 
     def started(self, ticket: Any, now_s: float) -> None:
         """They do not care."""
 
     def ended(self, ticket: Any, now_s: float) -> None:
         del now_s
-        node, life = ticket
+        node, life, size = ticket
         if life == self._lives[node]:
             self._busy[node] -= 1
+            self._tokens[node] -= size
 
     def _pick(self, able: list[int], order: Order) -> int:
         raise NotImplementedError
@@ -284,4 +296,4 @@ POLICIES: Final[dict[str, Make]] = {
 }
 """By the name on the command line."""
 
-__all__ = ["BASELINES", "POLICIES", "Chosen", "Make", "Matcher", "Order", "Policy", "Reservation"]
+__all__ = ["BASELINES", "POLICIES", "Make", "Matcher", "Order", "Policy"]

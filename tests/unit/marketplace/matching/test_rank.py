@@ -209,7 +209,8 @@ class TestStaleness:
 
 
 def test_the_tied_ones_are_as_good_as_the_first_but_for_load() -> None:
-    alike = [offer_view(slots_busy=busy) for busy in (0, 1, 2)]
+    # Quick at decoding, so that neighbours take little from a prefill.
+    alike = [offer_view(slots_busy=busy, decode_tokens_per_s=400.0) for busy in (0, 1, 2)]
     dear = replace(offer_view(), rates=Rates(1_000, 500, 4_000))
     ranked = rank([dear, *alike], demand(), Random(SEED))
     assert ranked.tied == 3
