@@ -127,6 +127,11 @@ def find_account(session: Session, code: str) -> int | None:
     return session.scalar(select(Account.id).where(Account.code == code))
 
 
+def find_accounts(session: Session, codes: Iterable[str]) -> dict[str, int]:
+    """Code -> id of those of these accounts that were opened."""
+    return {code: account.id for code, account in _load(session, codes).items()}
+
+
 def freeze(session: Session, account_id: int) -> None:
     """Let nothing new be held or taken from an account. It still receives, gives what is held already, and is
     corrected by reversals. Raises UnknownAccount, AccountNotOpen if it is closed."""

@@ -67,11 +67,13 @@ class JournalView:
     lines: tuple[LineView, ...]
 
 
-def list_accounts(session: Session, reference: str | None = None) -> list[AccountView]:
-    """Accounts by code, of one outside reference or all of them."""
+def list_accounts(session: Session, reference: str | None = None, *, prefix: str | None = None) -> list[AccountView]:
+    """Accounts by code: of one outside reference, with codes that begin so, or all of them."""
     query = select(Account.id, Account.code, Account.kind, Account.currency, Account.created_at).order_by(Account.code)
     if reference is not None:
         query = query.where(Account.reference == reference)
+    if prefix is not None:
+        query = query.where(Account.code.startswith(prefix, autoescape=True))
     return [
         AccountView(row.id, row.code, Kind(row.kind), row.currency, row.created_at) for row in session.execute(query)
     ]

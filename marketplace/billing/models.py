@@ -192,8 +192,7 @@ class Payout(Base):
     __tablename__ = "payouts"
     __table_args__ = (
         CheckConstraint(
-            "state in ('awaiting_approval','scheduled','transferring','paying','paid','returning','returned',"
-            "'cancelled')",
+            "state in ('awaiting_approval','scheduled','paying','paid','returning','returned','cancelled')",
             name="state",
         ),
         CheckConstraint("amount_minor > 0", name="amount"),

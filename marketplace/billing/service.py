@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 import ledger
 from marketplace.accounts.models import Organisation
 from marketplace.accounts.service import UnknownOrganisation
+from marketplace.billing import promotions
 from marketplace.core.errors import BadRequest, Conflict, FallowError
 
 SOURCE = "fallow"
@@ -43,11 +44,15 @@ class SettlementBroken(FallowError):
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """A renter's account, in nano-USD. What is available may be held by the next request."""
+    """A renter's account, in nano-USD. What is available may be held by the next request: paid and promotional
+    credit together."""
 
     posted_nano: int
+    """Paid credit."""
     held_nano: int
     available_nano: int
+    promotional_nano: int = 0
+    """Given; spent before the paid part, never refunded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,27 +77,32 @@ def ensure_credit_account(session: Session, organisation: Organisation) -> int:
 
 
 def top_up(session: Session, organisation_id: UUID, amount_nano: int, key: str) -> int:
-    """Add paid credit; returns the journal's id. The same key again changes nothing.
+    """Add paid credit that came in outside the payment processor; returns the journal's id. The same key again
+    changes nothing. What comes through the processor is `topups`' to book.
 
     Raises InvalidAmount, UnknownOrganisation, TopUpMismatch if the key was used for another amount or organisation.
     """
-    if not 0 < amount_nano <= MAX_TOP_UP_NANO:
-        raise InvalidAmount("A top-up is more than nothing and at most 100,000,000 USD.", param="amount")
-    if not 0 < len(key) <= MAX_KEY_CHARACTERS:
-        raise InvalidAmount(f"An idempotency key has 1 to {MAX_KEY_CHARACTERS} characters.", param="key")
+    _check(amount_nano, key)
     credit_account = ensure_credit_account(session, _organisation(session, organisation_id))
-    clearing = ledger.open_accounts(session, [ledger.charted(ledger.CLEARING)])[ledger.CLEARING]
+    bank = ledger.open_accounts(session, [ledger.charted(ledger.BANK)])[ledger.BANK]
     draft = ledger.JournalDraft(
         idempotency_key=f"top-up:{key}",
         kind="top_up",
         source=SOURCE,
         outside_id=key,
-        lines=(ledger.debit(clearing, amount_nano), ledger.credit(credit_account, amount_nano)),
+        lines=(ledger.debit(bank, amount_nano), ledger.credit(credit_account, amount_nano)),
     )
     try:
         return ledger.post(session, draft).journal_id
     except ledger.IdempotencyMismatch as error:
         raise TopUpMismatch(str(error), param="key") from error
+
+
+def _check(amount_nano: int, key: str) -> None:
+    if not 0 < amount_nano <= MAX_TOP_UP_NANO:
+        raise InvalidAmount("A top-up is more than nothing and at most 100,000,000 USD.", param="amount")
+    if not 0 < len(key) <= MAX_KEY_CHARACTERS:
+        raise InvalidAmount(f"An idempotency key has 1 to {MAX_KEY_CHARACTERS} characters.", param="key")
 
 
 def balance(session: Session, organisation_id: UUID) -> Credit:
@@ -101,7 +111,21 @@ def balance(session: Session, organisation_id: UUID) -> Credit:
     if account_id is None:
         return Credit(0, 0, 0)
     now = ledger.available(session, account_id)
-    return Credit(now.posted_nano, now.held_nano, now.available_nano)
+    given_nano = promotions.balance_nano(session, organisation_id)
+    return Credit(now.posted_nano, now.held_nano, now.available_nano + given_nano, given_nano)
+
+
+def grant_promotion(session: Session, organisation_id: UUID, amount_nano: int, key: str, reason: str) -> int:
+    """Give promotional credit; returns the journal's id. The same key again changes nothing.
+
+    Raises InvalidAmount, UnknownOrganisation, TopUpMismatch if the key was used for another amount or organisation.
+    """
+    _check(amount_nano, key)
+    account = ensure_credit_account(session, _organisation(session, organisation_id))
+    try:
+        return promotions.grant(session, organisation_id, account, amount_nano, key=key, reason=reason)
+    except ledger.IdempotencyMismatch as error:
+        raise TopUpMismatch(str(error), param="key") from error
 
 
 def expire_holds(session: Session, limit: int) -> int:
@@ -124,7 +148,7 @@ def _organisation(session: Session, organisation_id: UUID) -> Organisation:
 # balances as late as possible: admissions of those renters wait for them.
 _PICK = text(
     """
-    select r.id, r.job_id, o.credit_account_id, r.owner_organisation_id,
+    select r.id, r.job_id, r.renter_organisation_id, o.credit_account_id, r.owner_organisation_id,
            r.charge_nano, r.owner_nano, r.fee_nano, r.loss_nano
     from receipts r join organisations o on o.id = r.renter_organisation_id
     where r.journal_id is null order by r.id limit :limit
@@ -155,6 +179,7 @@ def settle(session: Session, limit: int) -> SettledBatch:
         session.execute(_SETTLE_RECEIPTS, {"journal_id": NOTHING_POSTED, "ids": free})
     if not owing:
         return SettledBatch(len(receipts), None)
+    promotions.spend_first(session, owing, min(row.id for row in owing).hex)
     journal_id = ledger.post(session, _draft(owing, _accounts(session, owing))).journal_id
     session.execute(_SETTLE_RECEIPTS, {"journal_id": journal_id, "ids": [row.id for row in owing]})
     return SettledBatch(

@@ -265,8 +265,7 @@ def upgrade() -> None:
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
         sa.Column("ended_at", sa.DateTime(timezone=True), nullable=True),
         sa.CheckConstraint(
-            "state in ('awaiting_approval','scheduled','transferring','paying','paid','returning','returned',"
-            "'cancelled')",
+            "state in ('awaiting_approval','scheduled','paying','paid','returning','returned','cancelled')",
             name=op.f("ck_payouts_state"),
         ),
         sa.CheckConstraint("amount_minor > 0", name=op.f("ck_payouts_amount")),

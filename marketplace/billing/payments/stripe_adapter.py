@@ -108,7 +108,7 @@ class StripePayments:
     # --- looking ------------------------------------------------------------------------------------------------------
 
     def find(self, wish: port.AnyWish, since: datetime) -> port.View | None:  # noqa: PLR0911  # the same
-        v1 = self._client.v1
+        v1: Any = self._client.v1
         created: Any = {"created": {"gte": int(since.timestamp())}, "limit": PAGE}
         with _reading():
             match wish:
@@ -141,6 +141,9 @@ class StripePayments:
                     return self._checkout(v1.checkout.sessions.retrieve(object_id))
                 case "payment":
                     expand: Any = {"expand": ["latest_charge"]}
+                    if object_id.startswith(("ch_", "py_")):
+                        # The processor's books name the charge.
+                        object_id = str(_id_of(v1.charges.retrieve(object_id).payment_intent))
                     return self._payment(v1.payment_intents.retrieve(object_id, expand))
                 case "refund":
                     return self._refund(v1.refunds.retrieve(object_id))
@@ -210,7 +213,7 @@ class StripePayments:
                 event_id=str(event["id"]),
                 type=str(event["type"]),
                 account=str(event.get("account") or ""),
-                kind=_kind_of(str(event["type"])),
+                kind=_kind_of(str(event["type"]), str(event.get("account") or "")),
                 object_id=str(found.get("id") or ""),
             )
         except (stripe.SignatureVerificationError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -402,7 +405,10 @@ def _id_of(value: Any) -> str | None:
     return str(value["id"])
 
 
-def _kind_of(event_type: str) -> port.ObjectKind | None:
+def _kind_of(event_type: str, account: str) -> port.ObjectKind | None:
+    if event_type.startswith("payout.") and not account:
+        # The platform's own payout to its bank: the daily reconciliation books it.
+        return None
     return next((kind for prefix, kind in _EVENTS if event_type.startswith(prefix)), None)
 
 
