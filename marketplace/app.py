@@ -24,15 +24,19 @@ from marketplace.gateway.cancels import EarlyCancels
 from marketplace.gateway.chat import ChatApp
 from marketplace.gateway.demand import DemandNotes
 from marketplace.gateway.http import Receive, Scope, Send
+from marketplace.gateway.idempotency import Idempotent, Leases
 from marketplace.gateway.outcomes import Ending
 from marketplace.gateway.pulse import Pulse
 from marketplace.gateway.queue_runner import QueueRunner
 from marketplace.gateway.services import Services
 from marketplace.gateway.signatures import ReceiptSignatures
 from marketplace.gateway.surface import SURFACES
+from marketplace.jobs.sweeping import JOBS_ENDPOINT
 from marketplace.jobs.writer import HotWriter
 
 log = get_logger(__name__)
+COSTLY = frozenset({JOBS_ENDPOINT})
+"""Paths of the API whose POST costs something: they take an Idempotency-Key."""
 LAST_WORDS_S = 10.0
 """After draining, attempts that still run are ended as our failure; writing that may take so long."""
 
@@ -68,7 +72,10 @@ class Gateway:
 
     def __init__(self, services: Services) -> None:
         self.services = services
-        self._hot = {path: ChatApp(services, surface) for path, surface in SURFACES.items()}
+        leases = Leases(services)
+        self._hot = {
+            path: Idempotent(services, leases, ChatApp(services, surface)) for path, surface in SURFACES.items()
+        }
         routers = (
             endpoints.router,
             endpoints.operations,
@@ -77,7 +84,8 @@ class Gateway:
             finance_endpoints.router,
             services.fleet.router,
         )
-        self._api = Bounded(make_api(services, routers), services.settings.body_limit_bytes)
+        bounded = Bounded(make_api(services, routers), services.settings.body_limit_bytes)
+        self._api = Idempotent(services, leases, bounded, COSTLY)
         self._sockets: dict[str, Any] = {
             SOCKET_PATH: services.fleet.agent_socket,
             LINK_PATH: services.fleet.peer_socket,

@@ -22,6 +22,7 @@ SCHEDULE_S: Final = {
     "jobs.assign": 1.0,
     "jobs.outbox": 1.0,
     "jobs.sweep": 2.0,
+    "jobs.forget": 60.0,
     "billing.settle": 1.0,
     "billing.seal": 1.0,
     "billing.check": 300.0,

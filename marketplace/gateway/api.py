@@ -49,8 +49,8 @@ class Bounded:
         self._limit = limit_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_id = new_request_id()
-        scope.setdefault("state", {})["request_id"] = request_id
+        # A request with an Idempotency-Key comes with the id of its claim.
+        request_id = scope.setdefault("state", {}).setdefault("request_id", new_request_id())
         id_header = (b"x-request-id", request_id.encode())
 
         async def identified(message: Message) -> None:

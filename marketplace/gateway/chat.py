@@ -45,6 +45,8 @@ class _Exchange:
     send: Send
     headers: list[Header]
     principal: Principal | None = None
+    keep_answer: bool = False
+    """The request came with an Idempotency-Key."""
     parsed: bool = False
     interactive: Interactive | None = None
     outlet: StreamOutlet | JsonOutlet | None = None
@@ -68,13 +70,15 @@ class ChatApp:
         self._surface = surface
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_id = new_request_id()
+        state = scope.get("state") or {}
+        request_id = state.get("request_id") or new_request_id()
         exchange = _Exchange(
             request_id=request_id,
             arrived_at=asyncio.get_running_loop().time(),
             receive=receive,
             send=send,
             headers=[(b"x-request-id", request_id.encode())],
+            keep_answer=bool(state.get("idempotent")),
         )
         try:
             await self._serve(scope, exchange)
@@ -107,7 +111,7 @@ class ChatApp:
         services = self._services
         exchange.headers += [(name.encode(), value.encode()) for name, value in limits.headers().items()]
         measured = await measure(services, chat)
-        caller = Caller.now(principal, exchange.request_id, exchange.arrived_at)
+        caller = Caller.now(principal, exchange.request_id, exchange.arrived_at, exchange.keep_answer)
         outlet = exchange.outlet = self._outlet(exchange, caller, chat)
         interactive = exchange.interactive = Interactive(services, caller, measured, outlet, self._surface)
         watch = asyncio.create_task(_watch(exchange.receive, interactive))

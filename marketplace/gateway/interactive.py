@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 from uuid import UUID
 
+from agent.protocol import Tokens
 from marketplace.accounts.auth import Principal
 from marketplace.core.ids import new_id
 from marketplace.core.logs import get_logger
+from marketplace.gateway import kept
 from marketplace.gateway.answer import usage_object
 from marketplace.gateway.attempt import AttemptRun
 from marketplace.gateway.execution import Execution, LeaseLost, Settled, Work
@@ -28,7 +30,8 @@ from marketplace.jobs.endings import MAX_ATTEMPTS, MAX_PREEMPTIONS
 from marketplace.jobs.hot import Admit, AttemptLease, Lease
 from marketplace.jobs.states import JobState, Outcome
 from marketplace.matching.types import Demand, Filter, OfferView, Rates, Refusal
-from marketplace.metering.pricing import affordable_output, worst_case
+from marketplace.metering.pricing import Priced, affordable_output, worst_case
+from marketplace.metering.tokens import TokenCounts
 
 log = get_logger(__name__)
 MAX_ADMISSIONS: Final = 4
@@ -45,10 +48,12 @@ class Caller:
     """On the event loop's clock."""
     created: int
     """Unix seconds."""
+    keep_answer: bool = False
+    """What is charged is stored with its receipt, to be given again."""
 
     @classmethod
-    def now(cls, principal: Principal, request_id: str, arrived_at: float) -> Caller:
-        return cls(principal, request_id, arrived_at, int(time.time()))
+    def now(cls, principal: Principal, request_id: str, arrived_at: float, keep_answer: bool = False) -> Caller:
+        return cls(principal, request_id, arrived_at, int(time.time()), keep_answer)
 
 
 @dataclass(slots=True)
@@ -262,7 +267,8 @@ class Interactive:
             self._observe_first_token(run)
             reserved = await self._next(run, first)
             if reserved is None:
-                return await execution.conclude(run, prefill_due=await self._prefill_due(run))
+                result = self._kept_answer if self._caller.keep_answer else None
+                return await execution.conclude(run, prefill_due=await self._prefill_due(run), result=result)
             offer, attempt_id = reserved
             try:
                 await execution.pass_on(run, JobState.RUNNING)
@@ -333,23 +339,43 @@ class Interactive:
             await self._outlet.fail(failure(settled.outcome, settled.code, settled.message))
 
     async def _finish(self, settled: Settled, reason: str) -> None:
-        usage = self._usage(settled)
+        usage = self._usage(settled.tokens, settled.priced)
         if isinstance(self._outlet, StreamOutlet):
             await self._outlet.finish(reason, usage if self._measured.chat.include_usage else None)
             return
-        await self._outlet.finish(
-            self._surface.whole(
-                completion_id=self._surface.answer_id(self._caller.request_id),
-                created=self._caller.created,
-                model=self._measured.chat.model,
-                pieces=settled.pieces,
-                finish_reason=reason,
-                usage=usage,
-            )
+        await self._outlet.finish(self._whole(settled.pieces, reason, usage))
+
+    def _whole(self, pieces: Sequence[Tokens], reason: str, usage: dict[str, Any]) -> dict[str, Any]:
+        return self._surface.whole(
+            completion_id=self._surface.answer_id(self._caller.request_id),
+            created=self._caller.created,
+            model=self._measured.chat.model,
+            pieces=pieces,
+            finish_reason=reason,
+            usage=usage,
         )
 
-    def _usage(self, settled: Settled) -> dict[str, Any]:
-        usage = usage_object(settled.tokens, settled.priced)
+    def _kept_answer(
+        self, pieces: Sequence[Tokens], reason: str, tokens: TokenCounts, priced: Priced | None
+    ) -> str | None:
+        """What a later request with the same Idempotency-Key gets: the answer as far as it was paid for, in the same
+        bytes. None where nothing was delivered: then the key is free again."""
+        if not pieces and not reason:
+            return None
+        usage = self._usage(tokens, priced)
+        chat = self._measured.chat
+        if not chat.stream:
+            return kept.whole(self._whole(pieces, reason or "length", usage))
+        writer = self._surface.writer(
+            completion_id=self._surface.answer_id(self._caller.request_id),
+            created=self._caller.created,
+            model=chat.model,
+            include_usage=chat.include_usage,
+        )
+        return kept.stream(writer, pieces, reason, usage if chat.include_usage else None)
+
+    def _usage(self, tokens: TokenCounts, priced: Priced | None) -> dict[str, Any]:
+        usage = usage_object(tokens, priced)
         if self._lowered:
             usage["output_cap"] = {"max_tokens": self._max_output, "reason": "balance"}
         return usage

@@ -183,33 +183,18 @@ class StreamOutlet:
         """What is written next: how many pieces are then sent, and their chunks. Bounded, since the server takes any
         write whole before it makes the next one wait for the client."""
         position, total = self._sent, len(pieces)
-        first = self._chunk(pieces[position])
+        first = chunk_of(self._writer, pieces[position])
         position += 1
         if position == total:
             return position, first
         parts = [first]
         size = len(first)
         while position < total and size < MAX_WRITE_BYTES:
-            chunk = self._chunk(pieces[position])
+            chunk = chunk_of(self._writer, pieces[position])
             parts.append(chunk)
             size += len(chunk)
             position += 1
         return position, b"".join(parts)
-
-    def _chunk(self, piece: Tokens) -> bytes:
-        if piece.extra:
-            return self._extra_chunk(piece, read_extra(piece.extra))
-        if piece.reasoning:
-            return self._writer.reasoning(piece.text) if piece.text else b""
-        return self._writer.text(piece.text) if piece.text else b""
-
-    def _extra_chunk(self, piece: Tokens, extra: Extra) -> bytes:
-        members: dict[str, Any] = {}
-        if piece.text or extra.logprobs is not None:
-            members["reasoning_content" if piece.reasoning else "content"] = piece.text
-        if extra.tool_calls:
-            members["tool_calls"] = extra.tool_calls
-        return self._writer.delta(members, extra.logprobs)
 
     async def _write(self, body: bytes, *, last: bool = False) -> bool:
         """Send bytes; False if the client was cut because it took nothing."""
@@ -237,6 +222,24 @@ class StreamOutlet:
         if self.cut and self._task is not None:
             self._task.uncancel()
         return self.cut
+
+
+def chunk_of(writer: Writer, piece: Tokens) -> bytes:
+    """The bytes of one piece in a stream; none for a piece that says nothing. Raises BadExtraError."""
+    if piece.extra:
+        return _extra_chunk(writer, piece, read_extra(piece.extra))
+    if piece.reasoning:
+        return writer.reasoning(piece.text) if piece.text else b""
+    return writer.text(piece.text) if piece.text else b""
+
+
+def _extra_chunk(writer: Writer, piece: Tokens, extra: Extra) -> bytes:
+    members: dict[str, Any] = {}
+    if piece.text or extra.logprobs is not None:
+        members["reasoning_content" if piece.reasoning else "content"] = piece.text
+    if extra.tool_calls:
+        members["tool_calls"] = extra.tool_calls
+    return writer.delta(members, extra.logprobs)
 
 
 def abort_connection(send: Send) -> None:

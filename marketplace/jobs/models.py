@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import CheckConstraint, ForeignKey, Index, UniqueConstraint, func, text
+from sqlalchemy import CheckConstraint, ForeignKey, Index, LargeBinary, UniqueConstraint, func, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from marketplace.core.database import Base
@@ -122,3 +122,34 @@ class Outcome(Base):
     code: Mapped[str | None]
     job_id: Mapped[UUID | None]
     at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class IdempotentRequest(Base):
+    """The first request that an organisation sent with an Idempotency-Key; erased with its answer a day after its end.
+
+    An answer that was charged is in its job's row, written with the receipt; any other is here.
+    """
+
+    __tablename__ = "idempotent_requests"
+    __table_args__ = (
+        UniqueConstraint("organisation_id", "key"),
+        Index("ix_idempotent_requests_ended_at", "ended_at", postgresql_where=text("ended_at is not null")),
+        Index("ix_idempotent_requests_lease_expires_at", "lease_expires_at", postgresql_where=text("ended_at is null")),
+    )
+
+    id: Mapped[UUID] = mapped_column(primary_key=True)
+    organisation_id: Mapped[UUID] = mapped_column(ForeignKey("organisations.id"))
+    key: Mapped[str]
+    fingerprint: Mapped[bytes] = mapped_column(LargeBinary)
+    """SHA-256 of method, path and body."""
+    request_id: Mapped[str]
+    """Of the job that it may have become."""
+    holder: Mapped[UUID]
+    """Changes with each taking over, so that a gateway that was given up cannot write any more."""
+    lease_expires_at: Mapped[datetime]
+    """Until when its gateway is believed to run it."""
+    status: Mapped[int | None]
+    content_type: Mapped[str | None]
+    answer: Mapped[bytes | None] = mapped_column(LargeBinary)
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    ended_at: Mapped[datetime | None]

@@ -27,7 +27,7 @@ from marketplace.core.settings import Settings, get_settings
 from marketplace.core.valkey import ValkeyDownError
 from marketplace.fleet.reservations import SyncReservations
 from marketplace.fleet.snapshot import read_fleet
-from marketplace.jobs import dispatch, sweeping
+from marketplace.jobs import dispatch, idempotency, sweeping
 from marketplace.jobs.assignment import Assignment, Matcher, assign
 from marketplace.jobs.hot import Close, Closed
 from marketplace.jobs.writer import run_in_session
@@ -39,6 +39,7 @@ log = get_logger(__name__)
 ASSIGN: Final = "jobs.assign"
 SWEEP: Final = "jobs.sweep"
 OUTBOX: Final = "jobs.outbox"
+FORGET: Final = "jobs.forget"
 
 MAX_ROUNDS: Final = 8
 """Rounds of one assignment task; the next tick goes on."""
@@ -67,6 +68,16 @@ def send_outbox() -> None:
         empty_outbox(process.session_factory(), _send())
     except BROKER_ERRORS as error:
         log.warning("outbox_waits", error=str(error))
+
+
+@task(FORGET)
+def forget_idempotency_keys() -> None:
+    """Erase idempotency keys a day after their request's end, and the answers kept for them."""
+    for _ in range(MAX_SWEEP_BATCHES):
+        with transaction(process.session_factory()) as session:
+            erased = idempotency.erase(session, limit=SWEEP_BATCH)
+        if erased < SWEEP_BATCH:
+            return
 
 
 @lru_cache
