@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from agent import trim
 from agent.assembly import serve
 from agent.config import ConfigError
 from agent.home import LEVEL_VARIABLE, URL_VARIABLE, AlreadyRunning
@@ -19,6 +20,7 @@ def main() -> int:
     if len(sys.argv) != 2:
         print("usage: python -m agent DIR", file=sys.stderr)
         return 2
+    trim.begin()
     configure(os.environ.get(LEVEL_VARIABLE, "INFO"))
     try:
         return asyncio.run(serve(Path(sys.argv[1]), url=os.environ.get(URL_VARIABLE) or None))

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from agent import config as configuration
 from agent import home as folder
 from agent import identity as identities
+from agent import trim
 from agent.calibration import Calibrator, SpeedBook
 from agent.config import AgentConfig, ConfigError, ModelTable, check_url
 from agent.daemon import Daemon
@@ -28,6 +29,9 @@ from agent.telemetry.watched import Watched
 from agent.weights import HashStore, WeightStore, is_url, locate, verify
 
 log = logging.getLogger("fallow.agent")
+
+SETTLED_AFTER_S: Final = 3.0
+"""By then the engines are being loaded, and everything that the agent needs was imported."""
 
 
 def engine_config(model: ModelTable, weights: Path | None, run_dir: Path, device_id: str = "cpu") -> EngineConfig:
@@ -215,9 +219,7 @@ async def serve(home: Path, url: str | None = None) -> int:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, daemon.stop)
-        # Imports leave much that lives for ever: take it out of the collector's rounds.
-        gc.collect()
-        gc.freeze()
+        loop.call_later(SETTLED_AFTER_S, trim.settle)
         return await daemon.run()
     finally:
         lock.release()

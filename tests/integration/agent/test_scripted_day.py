@@ -1,4 +1,4 @@
-"""A day of a machine with eight cards on the stand-in driver: what is offered after each event, and why not the rest."""
+"""A day of a machine with eight cards on the stand-in driver: what is offered after each event, and why not more."""
 
 from __future__ import annotations
 
@@ -243,6 +243,11 @@ class TestADay:
         assert machine.offered == ALL - {2}
         assert "fell off the bus" in machine.why(2)
 
+        # Every answer that was taken ended in exactly one report, or runs.
+        assert {report.attempt for report in machine.reports} == {b"on-0", b"on-1", b"on-4"}
+        assert machine.outcome(b"on-1") == "owner_preempted"
+        assert machine.outcome(b"late-1") == "runs"
+
         # A container whose devices were taken: every call answers 999, and only a new process can help.
         machine.script.errors, machine.script.init = {"*": 999}, 999
         machine.happen(4)
@@ -250,8 +255,3 @@ class TestADay:
         for _ in range(20):
             machine.look(REOPEN_MAX_S)
         assert machine.lookout.needs_restart
-
-        # Every answer that was taken ended in exactly one report, or runs.
-        assert sorted(report.attempt for report in machine.reports) == [b"on-0", b"on-1", b"on-4"]
-        assert machine.outcome(b"on-1") == "owner_preempted"
-        assert machine.outcome(b"late-1") == "runs"
