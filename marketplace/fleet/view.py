@@ -81,6 +81,11 @@ class FleetView:
         self._follow_links()
         return self.index.rank(demand, self._clock(), rng, resting=resting, limit=RANK_LIMIT)
 
+    def full(self, demand: Demand) -> list[UUID]:
+        """Offers that would run the demand but for their slots, which are taken."""
+        self._follow_links()
+        return self.index.full(demand, self._clock())
+
     def weigh(self, attempt_id: UUID, offer_id: UUID, demand: Demand) -> None:
         """An attempt of this gateway goes there: its prompt counts from now on, until its reservation is dropped."""
         if len(self._weighed) >= MAX_WEIGHED or attempt_id in self._weighed:

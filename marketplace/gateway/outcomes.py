@@ -29,6 +29,8 @@ class Ending(StrEnum):
     DEADLINE = "deadline_exceeded"
     NODE = "node_failed"
     OWNER = "owner_preempted"
+    GAVE_WAY = "gave_way"
+    """A queued job was pushed aside for a client that waits; nobody's fault, and counted as an owner's pre-emption."""
     REQUEST = "request_rejected"
     PLATFORM = "platform_failed"
     RACE = "slot_taken"
@@ -60,10 +62,11 @@ FAULTS: Final[dict[Ending, str]] = {
     Ending.BLANK: "node",
     Ending.NODE: "node",
     Ending.OWNER: "owner",
+    Ending.GAVE_WAY: "owner",
     Ending.REQUEST: "request",
     Ending.PLATFORM: "platform",
 }
-RETRYABLE: Final = frozenset({Ending.BLANK, Ending.NODE, Ending.OWNER, Ending.PLATFORM, Ending.RACE})
+RETRYABLE: Final = frozenset({Ending.BLANK, Ending.NODE, Ending.OWNER, Ending.GAVE_WAY, Ending.PLATFORM, Ending.RACE})
 """Another node may take over while the client has read nothing."""
 
 _BY_CLIENT: Final[dict[Ending, tuple[Outcome, Outcome]]] = {
@@ -76,6 +79,7 @@ _BY_FAILURE: Final[dict[Ending, Outcome]] = {
     Ending.BLANK: Outcome.NODE_FAILED,
     Ending.NODE: Outcome.NODE_FAILED,
     Ending.OWNER: Outcome.OWNER_PREEMPTED,
+    Ending.GAVE_WAY: Outcome.OWNER_PREEMPTED,
     Ending.REQUEST: Outcome.REQUEST_REJECTED,
     Ending.PLATFORM: Outcome.PLATFORM_FAILED,
     Ending.RACE: Outcome.NO_CAPACITY,

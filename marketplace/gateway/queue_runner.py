@@ -22,17 +22,19 @@ from agent.protocol import Tokens
 from marketplace.core.errors import FallowError
 from marketplace.core.logs import get_logger
 from marketplace.core.valkey import connect_async
-from marketplace.gateway.answer import completion, usage_object
+from marketplace.gateway.answer import usage_object
 from marketplace.gateway.execution import Execution, LeaseLost, Work
 from marketplace.gateway.outcomes import RETRYABLE, Ending
 from marketplace.gateway.outlets import WholeOutlet
 from marketplace.gateway.prefixes import pack
 from marketplace.gateway.services import Services
+from marketplace.gateway.surface import Surface, count_stored, surface_of
 from marketplace.jobs.dispatch import attempt_of, dispatch_key
 from marketplace.jobs.repository import Dispatch, load_dispatch
 from marketplace.jobs.states import JobState
-from marketplace.jobs.sweeping import endpoint_of
+from marketplace.jobs.sweeping import BATCHES_ENDPOINT
 from marketplace.jobs.tasks import ASSIGN
+from marketplace.matching.live import UNKNOWN_DECODE_TOKENS_PER_S, UNKNOWN_PREFILL_TOKENS_PER_S
 from marketplace.matching.types import Demand, OfferView, Service
 from marketplace.metering.pricing import Priced
 from marketplace.metering.tokens import TokenCounts
@@ -131,11 +133,11 @@ class QueueRunner:
         if variant is None:
             log.error("variant_of_job_unknown", job=dispatch.job_id.hex, variant=dispatch.variant_id.hex)
             return
-        counted = await variant.count_prompt_async(body.get("messages", []), body.get("tools"))
+        counted = await count_stored(variant, body)
         work = Work(
             job_id=dispatch.job_id,
             request_id=dispatch.request_id,
-            endpoint=endpoint_of(dispatch.kind),
+            endpoint=dispatch.endpoint,
             organisation_id=dispatch.organisation_id,
             key_id=dispatch.key_id,
             variant=variant,
@@ -144,6 +146,7 @@ class QueueRunner:
             prompt_packed=pack(counted.ids),
             max_output_tokens=dispatch.max_output_tokens,
             deadline_at=asyncio.get_running_loop().time() + dispatch.deadline_left_s,
+            all_or_nothing=dispatch.endpoint == BATCHES_ENDPOINT,
         )
         execution = Execution(services, work, WholeOutlet())
         current = asyncio.current_task()
@@ -155,14 +158,20 @@ class QueueRunner:
         await services.fleet.reservations.renew(offer, dispatch.attempt_id, services.pulse.reservation_s)
         services.fleet.chosen(offer, dispatch.attempt_id, _demand_of(dispatch))
         services.pulse.join(execution)
+        services.flex.began(
+            dispatch.attempt_id, dispatch.job_id, offer.offer_id, _runs_s(offer, dispatch), execution.stop
+        )
         try:
-            await self._carry_out(execution, offer, dispatch)
+            await self._carry_out(execution, offer, dispatch, surface_of(body))
         except (LeaseLost, FallowError) as error:
             log.warning("queued_attempt_left_to_sweeper", job=dispatch.job_id.hex, error=repr(error))
         finally:
+            services.flex.ended(dispatch.attempt_id)
             services.pulse.leave(execution)
 
-    async def _carry_out(self, execution: Execution, offer: OfferView, dispatch: Dispatch) -> None:
+    async def _carry_out(
+        self, execution: Execution, offer: OfferView, dispatch: Dispatch, surface: Surface
+    ) -> None:
         run = await execution.attempt(offer, dispatch.attempt_id, dispatch.epoch)
         if run.ending in RETRYABLE:
             # Nobody has read anything: the queue tries again, or ends the job where nothing is left to try.
@@ -171,8 +180,8 @@ class QueueRunner:
         created, model = int(time.time()), execution.work.variant.model_id
 
         def result(pieces: Sequence[Tokens], reason: str, tokens: TokenCounts, priced: Priced | None) -> str:
-            answer = completion(
-                completion_id=f"chatcmpl-{dispatch.job_id.hex}",
+            answer = surface.whole(
+                completion_id=f"{surface.id_prefix}{dispatch.job_id.hex}",
                 created=created,
                 model=model,
                 pieces=pieces,
@@ -183,6 +192,12 @@ class QueueRunner:
             return msgspec.json.encode(answer).decode()
 
         await execution.conclude(run, result=result)
+
+
+def _runs_s(offer: OfferView, dispatch: Dispatch) -> float:
+    """How long it will run, should its answer use all of its bound."""
+    reads_s = dispatch.prompt_tokens / (offer.prefill_tokens_per_s or UNKNOWN_PREFILL_TOKENS_PER_S)
+    return reads_s + dispatch.max_output_tokens / (offer.decode_tokens_per_s or UNKNOWN_DECODE_TOKENS_PER_S)
 
 
 def _demand_of(dispatch: Dispatch) -> Demand:

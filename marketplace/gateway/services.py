@@ -23,6 +23,7 @@ from marketplace.core.valkey import ValkeyPipe
 from marketplace.fleet.service import Fleet
 from marketplace.gateway.cancels import EarlyCancels
 from marketplace.gateway.demand import DemandNotes
+from marketplace.gateway.giveway import FlexRuns
 from marketplace.gateway.metrics import GatewayMetrics
 from marketplace.gateway.prefixes import PrefixMemory
 from marketplace.gateway.pulse import Pulse
@@ -69,6 +70,8 @@ class Services:
     """Sends committed nudges to the broker at once; without it the worker's timer does, a second later."""
     notes: DemandNotes | None = None
     """Keeps for statements what found no room; without it they say that it is unknown."""
+    flex: FlexRuns = field(default_factory=lambda: FlexRuns(time.monotonic))
+    """Queued jobs that run here, and give way."""
     draining: bool = False
     _background: set[asyncio.Task[None]] = field(default_factory=set)
 
