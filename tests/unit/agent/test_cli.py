@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import date
 from pathlib import Path
 
 import msgspec
@@ -11,11 +12,15 @@ from typer.testing import CliRunner
 
 from agent import home as folder
 from agent import identity as identities
+from agent import unit
 from agent.cli import app
-from agent.config import check_url
+from agent.config import Initial, check_url, render
+from agent.earnings import Earnings
 from agent.enrol import is_private
 from agent.home import AlreadyRunning, Lock, OfferStatus, Status
 from agent.identity import IdentityFile
+from agent.protocol import DeviceReport, UsageReport
+from tests.agent_doubles import served
 
 runner = CliRunner()
 
@@ -123,3 +128,121 @@ class TestTheAddress:
         assert is_private("https://fallow.example")
         assert is_private("http://127.0.0.1:8080")
         assert not is_private("http://fallow.example")
+
+
+class TestDrain:
+    def test_and_a_pause_now_leave_what_the_agent_is_to_do(self, home: Path) -> None:
+        assert runner.invoke(app, ["drain", "--dir", str(home)]).exit_code == 0
+        assert folder.asked(home) == "drain"
+        assert runner.invoke(app, ["pause", "--now", "--dir", str(home)]).exit_code == 0
+        assert folder.asked(home) == "evict"
+        assert runner.invoke(app, ["resume", "--dir", str(home)]).exit_code == 0
+        assert folder.asked(home) == ""
+
+    def test_waits_until_nothing_runs(self, home: Path) -> None:
+        lock = Lock(home)
+        lock.take()
+        idle = msgspec.structs.replace(status_of().offers[0], busy=0)
+        folder.write_status(home, status_of(offers=[idle]))
+        result = runner.invoke(app, ["drain", "--wait", "--dir", str(home)])
+        lock.release()
+        assert (result.exit_code, "Drained" in result.output) == (0, True)
+
+    def test_that_cannot_be_read_counts_as_a_pause(self, home: Path) -> None:
+        (home / "paused").write_bytes(b"\xff")
+        assert folder.asked(home) == "pause"
+
+
+class TestTop:
+    def test_shows_cards_engines_answers_and_what_they_come_to(self, home: Path) -> None:
+        lock = Lock(home)
+        lock.take()
+        card = DeviceReport(
+            "GPU-0001",
+            "RTX 4090",
+            "gpu",
+            24 << 30,
+            8 << 30,
+            power_mw=312_000,
+            power_source="nvml",
+            power_limit_mw=450_000,
+        )
+        blank = DeviceReport("GPU-0002", "Old card", "gpu", state="lost", reason="the GPU fell off the bus")
+        folder.write_status(
+            home,
+            status_of(
+                available=True,
+                unavailable_reason="",
+                devices=[card, blank],
+                attempts=[folder.AttemptStatus("c" * 64, 3.0, 17)],
+                energy=[folder.EnergyStatus("GPU-0001", "counter", 7_200_000, 60)],
+                problems=["config.toml was changed and is not used"],
+                earned_today_nano_usd=1_500_000_000,
+            ),
+        )
+        result = runner.invoke(app, ["top", "--dir", str(home)], env={"COLUMNS": "200"})
+        lock.release()
+        assert result.exit_code == 0
+        for words in ("taking work", "1.500000000 USD", "312/450 W", "0.002 kWh counter", "unknown", "lost", "17"):
+            assert words in result.output
+        assert "config.toml was changed" in result.output
+
+    def test_of_a_stopped_agent_says_so(self, home: Path) -> None:
+        assert "does not run" in runner.invoke(app, ["top", "--dir", str(home)]).output
+
+
+class TestEarnings:
+    def test_are_shown_by_day_with_their_sum(self, home: Path) -> None:
+        note = Earnings(home / "earnings.json")
+        for day in (1, 2):
+            note.add(served(), UsageReport(1_000, 0, 100, 0), date(2026, 3, day))
+        note.save()
+        output = runner.invoke(app, ["earnings", "--dir", str(home)], env={"COLUMNS": "120"}).output
+        assert "2026-03-01" in output
+        assert "0.000140000" in output
+
+
+class TestDoctor:
+    def test_names_each_check_with_its_remedy(self, home: Path) -> None:
+        (home / "config.toml").write_text("[owner]\nhours = ['never']\n")
+        home.chmod(0o755)
+        result = runner.invoke(app, ["doctor", "--dir", str(home)], env={"COLUMNS": "200"})
+        assert result.exit_code == 1
+        lines = result.output.splitlines()
+        for name, words in (
+            ("identity", "node.key is missing"),
+            ("configuration", "'never' is not of the form"),
+            ("permissions", "can be read by others"),
+            ("marketplace", "does not answer"),
+        ):
+            at = next(index for index, line in enumerate(lines) if line.startswith(f"PROBLEM {name}:"))
+            assert words in lines[at]
+            assert lines[at + 1].startswith("          "), "a remedy follows"
+
+
+class TestInstall:
+    def test_writes_a_unit_that_runs_this_agent(
+        self, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+        monkeypatch.setenv("PATH", str(tmp_path))
+        identities.load_or_make_key(home)
+        (home / "config.toml").write_text(render(Initial()))
+        result = runner.invoke(app, ["install", "--dir", str(home)])
+        assert result.exit_code == 0
+        text = unit.unit_path().read_text()
+        assert f'-P -m agent "{home.resolve()}"' in text
+        assert "Restart=always" in text
+        assert "systemd is not here" in result.output
+
+    def test_quotes_what_systemd_would_read_otherwise(self) -> None:
+        assert '"/odd %%n $$HOME \\"x\\""' in unit.text(Path('/odd %n $HOME "x"'), 2.0)
+
+
+class TestModels:
+    def test_list_what_is_bundled(self, home: Path) -> None:
+        result = runner.invoke(app, ["models", "--dir", str(home)], env={"COLUMNS": "200"})
+        assert result.exit_code == 0
+        assert "SmolLM2" in result.output
+        assert "yes" in result.output
+        assert "name an API key" in result.output

@@ -72,6 +72,23 @@ class TestTheGreeting:
 
         asyncio.run(act())
 
+    def test_that_was_replaced_comes_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("agent.client.REPLACED_PAUSE_S", 0.01)
+
+        async def act() -> None:
+            async with ScriptedGateway() as gateway:
+                notes = Notes()
+                client = client_of(gateway, notes)
+                task = asyncio.create_task(client.run())
+                await asyncio.wait_for(notes.connected.wait(), 2)
+                await gateway.expect(protocol.Hello)
+                await gateway.send(protocol.Goodbye("replaced", "A newer socket is open.", -1.0))
+                await gateway.expect(protocol.Hello, timeout_s=5)
+                task.cancel()
+                await asyncio.wait({task})
+
+        asyncio.run(act())
+
     def test_with_another_protocol_version_waits_instead_of_hammering(self) -> None:
         async def act() -> None:
             async with ScriptedGateway() as gateway:

@@ -12,6 +12,7 @@ import pytest
 
 from agent import home as folder
 from agent import protocol
+from agent.config import parse
 from agent.protocol import Accepted, Cancel, Failed, Finished, Inventory, Refused, Renew, Telemetry, Tokens, Void
 from tests.agent_doubles import VARIANT, Rig, ScriptedGateway, play, run_frame
 
@@ -302,6 +303,34 @@ class TestTheOwner:
             assert rig.engine.stopped
             folder.set_paused(rig.home, False)
             await rig.offer()
+
+        play(tmp_path, scene)
+
+
+class TestAChangedFile:
+    def test_of_terms_and_asks_counts_at_once(self, tmp_path: Path) -> None:
+        async def scene(rig: Rig) -> None:
+            text = "[[models]]\nweights = 'x'\n[models.ask_usd_per_mtok]\ninput = '0.07'\noutput = '0.30'\n"
+            rig.daemon._config = parse(text.replace("0.30", "0.20"))  # type: ignore[union-attr]
+            (tmp_path / "config.toml").write_text(text)
+            told = await rig.gateway.expect_that(
+                Inventory, lambda told: bool(told.offers) and told.offers[0].output_nano_usd_per_mtok == 300_000_000
+            )
+            assert told.offers[0].input_nano_usd_per_mtok == 70_000_000
+            (tmp_path / "config.toml").write_text("[owner]\nquiet_hours = ['mon-sun 00:00-24:00']\n" + text)
+            closed = await rig.gateway.expect_that(Telemetry, lambda telemetry: not telemetry.available)
+            assert closed.unavailable_reason == "inside the owner's quiet hours"
+
+        play(tmp_path, scene)
+
+    def test_that_cannot_be_used_changes_nothing_and_is_told(self, tmp_path: Path) -> None:
+        async def scene(rig: Rig) -> None:
+            (tmp_path / "config.toml").write_text("[owner]\nhours = ['sometimes']\n")
+            await asyncio.sleep(1.3)
+            status = folder.read_status(rig.home)
+            assert status is not None
+            assert status.available
+            assert "is not used" in status.problems[0]
 
         play(tmp_path, scene)
 
