@@ -44,7 +44,7 @@ from marketplace.children import Child, tail
 from marketplace.core import migrate
 from marketplace.core.database import SessionFactory, make_engine, make_session_factory, transaction
 from marketplace.core.settings import Settings
-from marketplace.embedded import EmbeddedStores, StoreUrls
+from marketplace.embedded import EmbeddedStores, StoreUrls, socket_folder
 from marketplace.fleet import enrolment
 from marketplace.local import free_port
 from tests.vocabularies import MODEL_ID, smollm2_path
@@ -94,6 +94,8 @@ def public_folder(prefix: str) -> Iterator[Path]:
     try:
         yield folder
     finally:
+        for made in (*folder.iterdir(), folder):
+            shutil.rmtree(socket_folder(made), ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)
 
 

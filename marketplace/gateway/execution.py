@@ -37,6 +37,8 @@ from marketplace.metering.tokens import TokenCounts
 log = get_logger(__name__)
 CANCEL_WAIT_S: Final = 5.0
 """For this long a stopped node may take to say that its engine stopped."""
+QUIET_LEASES: Final = 1 / 3
+"""And never for longer than this part of a lease, which nobody renews meanwhile: a sweeper would take it for lost."""
 CLOSE_TRIES: Final = 3
 """Each of them bears the writer's own patience."""
 
@@ -61,6 +63,8 @@ class Work:
     max_output_tokens: int
     deadline_at: float
     """On the event loop's clock."""
+    all_or_nothing: bool = False
+    """True: an answer that its deadline cuts is worth nothing to the renter, and costs nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +154,7 @@ class Execution:
             return
         self._send(run, Cancel(run.attempt_id, run.epoch, CANCEL_REASONS.get(run.ending, "stopped")))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CANCEL_WAIT_S):
+            async with asyncio.timeout(min(CANCEL_WAIT_S, self._services.settings.lease_s * QUIET_LEASES)):
                 while not run.reported:
                     await run.wait()
 
@@ -190,6 +194,8 @@ class Execution:
                 raise LeaseLost
             pieces = self.outlet.delivered(run)
             started = any(piece.text or piece.extra for piece in pieces)
+            if self.work.all_or_nothing and run.ending is Ending.DEADLINE:
+                started = False
             ruling = verdict(run.ending, started=started, accepted=run.token_count > 0, prefill_due=prefill_due)
             if ruling.payer is Payer.PLATFORM:
                 pieces = run.pieces
@@ -228,7 +234,6 @@ class Execution:
             accepted_tokens=0,
             busy_ms=None,
             first_token=False,
-            endpoint=self.work.endpoint,
             error_code=run.code,
             error_message=run.message or None,
         )
@@ -349,7 +354,6 @@ class Execution:
             accepted_tokens=accepted,
             busy_ms=_busy_ms(report),
             first_token=bool(run.pieces),
-            endpoint=self.work.endpoint,
             error_code=code,
             error_message=message or None,
             result=result,

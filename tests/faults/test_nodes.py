@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from agent import home
 from tests.stack import Node, Stack, until
 from tests.witness import (
     Background,
@@ -174,7 +175,7 @@ class TestAnOwnerWhoTakesTheMachineBack:
 
     def test_before_the_first_token_moves_the_request_to_another_node(self, stack: Stack) -> None:
         node, seen = while_it_reads(
-            stack, "My owner comes home." + LONG, lambda node: fallow_agent("pause", node), gateway="gw-1"
+            stack, "My owner comes home." + LONG, lambda node: home.set_paused(node.folder, True), gateway="gw-1"
         )
         moved_on(stack, node, seen, fault="owner")
 

@@ -49,7 +49,7 @@ class TestAWorkerKilled:
 
     def test_again_and_again_settles_each_job_once(self, stack: Stack) -> None:
         client, ids = submit_many(stack, 12, max_tokens=15)
-        for name in ("worker-0", "worker-1", "worker-0"):
+        for name in ("worker-0", "worker-1"):
             time.sleep(0.7)
             stack.restart(name)
         all_complete(stack, client, ids)
