@@ -1,8 +1,8 @@
 """The simulation: requests arrive, a policy places them, engines work, owners come and go. Discrete events, seeded.
 
 The same seed, fleet and trace give the same result to the last digit. A request that nobody can serve now waits at the
-gateway, the one with the earliest deadline first, until a node can, or until its first token could no longer be
-useful: then it is refused (a 503 to its renter). A node that goes takes what runs there along: what had no first token
+gateway and is tried again, the more often the less time it has, until its first token could no longer be useful: then
+it is refused (a 503 to its renter). A node that goes takes what runs there along: what had no first token
 yet moves to another node at no one's cost, the rest is interrupted.
 """
 
@@ -24,11 +24,12 @@ from marketplace.matching.types import Refusal
 
 MAX_TRIES: Final = 10
 """Nodes that may go under one request before its first token."""
-RETRY_EVERY_S: Final = 0.02
-"""How often the gateway looks whether one that waits can be placed."""
-RETRIES_AT_ONCE: Final = 32
-MISSES_AT_ONCE: Final = 3
-MAX_CACHED_NODES: Final = 16
+RETRY_PART: Final = 0.5
+"""A request that waits is tried again after this part of the time that it has left..."""
+LEAST_RETRY_S: Final = 0.2
+MOST_RETRY_S: Final = 0.5
+MAX_CACHED_NODES: Final = 6
+"""Nodes with the longest cached beginnings that a policy hears of."""
 BOUND_PART: Final = 0.99
 """Renters bound their answers so that this part of them is not cut."""
 PROGRESS_EVERY: Final = 1000
@@ -122,8 +123,6 @@ class _World:
         """Whose owners offer them now, broken or not."""
         self.sent: list[dict[int, Run]] = [{} for _ in fleet.nodes]
         self.events: list[tuple[float, int, int, int]] = []
-        self.waiting: list[tuple[float, int, Run]] = []
-        self.retrying = False
         self.outcome = Outcome(fleet, trace, self.policy.name, seed, [], self.tallies, trace.duration_s)
         self.bound = usual_bound(trace)
         self.unfinished = 0
@@ -225,28 +224,14 @@ class _World:
         return dict(found[:MAX_CACHED_NODES])
 
     def _wait(self, run: Run, now_s: float) -> None:
+        """Try again later, or not at all any more."""
         run.state = states.WAITING
-        heappush(self.waiting, (run.at_s + self.fleet.target.ttft_s(run.prompt), run.number, run))
-        if not self.retrying:
-            self.retrying = True
-            heappush(self.events, (now_s + RETRY_EVERY_S, _Kind.RETRY, 0, 0))
-
-    def _retry(self, now_s: float) -> None:
-        waiting = self.waiting
-        while waiting and waiting[0][0] <= now_s + self.fleet.network_s:
-            self._refuse(heappop(waiting)[2])
-        missed: list[tuple[float, int, Run]] = []
-        for _ in range(RETRIES_AT_ONCE):
-            if not waiting or len(missed) >= MISSES_AT_ONCE:
-                break
-            entry = heappop(waiting)
-            if not self._place(entry[2], now_s):
-                missed.append(entry)
-        for entry in missed:
-            heappush(waiting, entry)
-        self.retrying = bool(waiting)
-        if waiting:
-            heappush(self.events, (now_s + RETRY_EVERY_S, _Kind.RETRY, 0, 0))
+        left_s = run.at_s + self.fleet.target.ttft_s(run.prompt) - self.fleet.network_s - now_s
+        if left_s <= 0.0:
+            self._refuse(run)
+            return
+        delay_s = min(MOST_RETRY_S, max(LEAST_RETRY_S, RETRY_PART * left_s))
+        heappush(self.events, (now_s + delay_s, _Kind.RETRY, run.number, 0))
 
     def _refuse(self, run: Run) -> None:
         run.state = states.REFUSED
@@ -261,7 +246,9 @@ class _World:
             if engine.until_s == now_s:
                 self._work(engine, now_s)
         elif kind == _Kind.RETRY:
-            self._retry(now_s)
+            run = self.outcome.runs[node]
+            if not self._place(run, now_s):
+                self._wait(run, now_s)
         elif kind == _Kind.REPORT:
             self.policy.report(now_s)
             heappush(self.events, (now_s + REPORT_EVERY_S, _Kind.REPORT, 0, 0))
