@@ -8,6 +8,9 @@ from typing import Any
 from agent.protocol import SOCKET_PATH
 from marketplace.accounts.auth import Authenticator
 from marketplace.accounts.limits import Limiter
+from marketplace.billing import endpoints as billing_endpoints
+from marketplace.billing.payments.factory import claim_books, make_payments
+from marketplace.billing.payments.port import Payments
 from marketplace.catalog.service import Catalog
 from marketplace.core.celery import make_celery, sender
 from marketplace.core.database import make_engine, make_session_factory
@@ -18,8 +21,9 @@ from marketplace.core.valkey import ValkeyPipe, connect_async
 from marketplace.finance import endpoints as finance_endpoints
 from marketplace.fleet.service import Fleet
 from marketplace.fleet.wire import LINK_PATH
-from marketplace.gateway import endpoints, queue_endpoints, usage_endpoints
+from marketplace.gateway import endpoints, key_endpoints, queue_endpoints, usage_endpoints
 from marketplace.gateway.api import Bounded, make_api
+from marketplace.gateway.batches import endpoints as batch_endpoints
 from marketplace.gateway.cancels import EarlyCancels
 from marketplace.gateway.chat import ChatApp
 from marketplace.gateway.demand import DemandNotes
@@ -31,11 +35,11 @@ from marketplace.gateway.queue_runner import QueueRunner
 from marketplace.gateway.services import Services
 from marketplace.gateway.signatures import ReceiptSignatures
 from marketplace.gateway.surface import SURFACES
-from marketplace.jobs.sweeping import JOBS_ENDPOINT
+from marketplace.jobs.sweeping import BATCHES_ENDPOINT, JOBS_ENDPOINT
 from marketplace.jobs.writer import HotWriter
 
 log = get_logger(__name__)
-COSTLY = frozenset({JOBS_ENDPOINT})
+COSTLY = frozenset({JOBS_ENDPOINT, BATCHES_ENDPOINT})
 """Paths of the API whose POST costs something: they take an Idempotency-Key."""
 LAST_WORDS_S = 10.0
 """After draining, attempts that still run are ended as our failure; writing that may take so long."""
@@ -64,14 +68,15 @@ def create_app(settings: Settings) -> Gateway:
         pump=OutboxPump(session_factory, sender(make_celery(settings))),
         notes=DemandNotes(session_factory, settings.cluster_secret.get_secret_value().encode()),
     )
-    return Gateway(services)
+    return Gateway(services, make_payments(settings, session_factory))
 
 
 class Gateway:
     """The ASGI application. Hot paths are raw ASGI, the rest is FastAPI."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, payments: Payments) -> None:
         self.services = services
+        self._payments = payments
         leases = Leases(services)
         self._hot = {
             path: Idempotent(services, leases, ChatApp(services, surface)) for path, surface in SURFACES.items()
@@ -81,10 +86,16 @@ class Gateway:
             endpoints.operations,
             queue_endpoints.router,
             usage_endpoints.router,
+            key_endpoints.router,
+            batch_endpoints.router,
+            billing_endpoints.router,
             finance_endpoints.router,
             services.fleet.router,
         )
-        bounded = Bounded(make_api(services, routers), services.settings.body_limit_bytes)
+        api = make_api(services, routers)
+        api.state.payments = payments
+        uploads = {batch_endpoints.FILES_PATH: services.settings.file_limit_bytes + batch_endpoints.MULTIPART_BYTES}
+        bounded = Bounded(api, services.settings.body_limit_bytes, uploads)
         self._api = Idempotent(services, leases, bounded, COSTLY)
         self._sockets: dict[str, Any] = {
             SOCKET_PATH: services.fleet.agent_socket,
@@ -112,6 +123,7 @@ class Gateway:
     async def start(self) -> None:
         """Connect and begin. Raises what the database raises if it is away."""
         services = self.services
+        await asyncio.to_thread(claim_books, services.session_factory, self._payments)
         services.writer.start()
         await services.catalog.start()
         await services.fleet.start()

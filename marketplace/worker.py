@@ -17,16 +17,22 @@ from marketplace.core import logs
 from marketplace.core.celery import NUDGE_LIFE_S, QUEUES, make_celery
 from marketplace.core.settings import Settings, get_settings
 
-TASK_MODULES: Final = ("marketplace.jobs.tasks", "marketplace.billing.tasks")
+TASK_MODULES: Final = ("marketplace.jobs.tasks", "marketplace.billing.tasks", "marketplace.gateway.batches.tasks")
 SCHEDULE_S: Final = {
     "jobs.assign": 1.0,
     "jobs.outbox": 1.0,
     "jobs.sweep": 2.0,
+    "batches.advance": 1.0,
+    "batches.erase": 60.0,
     "jobs.forget": 60.0,
     "billing.settle": 1.0,
     "billing.seal": 1.0,
     "billing.check": 300.0,
     "billing.verify": 3600.0,
+    "billing.payments": 5.0,
+    "billing.top_ups": 60.0,
+    "billing.payouts": 1800.0,
+    "billing.reconcile": 1800.0,
 }
 """Task -> its period in seconds."""
 MAX_TICK_LIFE_S: Final = 300.0

@@ -184,6 +184,8 @@ class PayoutRun(Base):
     key: Mapped[str] = mapped_column(unique=True)
     started_by: Mapped[str]
     at: Mapped[datetime]
+    finished_at: Mapped[datetime | None]
+    """Every owner was looked at."""
 
 
 class Payout(Base):

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from datetime import datetime
 
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
 from marketplace.billing import owners, payouts
+from marketplace.billing.models import PayoutRun
 from marketplace.billing.payments import port
 from marketplace.core.database import SessionFactory, transaction
 from marketplace.core.logs import get_logger
@@ -33,9 +37,17 @@ def run_payouts(
     for owner in everyone:
         with transaction(factory) as session:
             plans.append(payouts.pay_owner(session, run, owner, now=now, settings=settings))
+    with transaction(factory) as session:
+        session.get_one(PayoutRun, run.id).finished_at = now
     paid_minor = sum(plan.amount_minor for plan in plans)
     log.info("payout_run", key=key, owners=len(plans), paid_minor=paid_minor)
     return plans
+
+
+def finished(session: Session, key: str) -> bool:
+    """Whether the run of this key looked at everybody."""
+    ended = session.scalar(select(PayoutRun.finished_at).where(PayoutRun.key == key))
+    return ended is not None
 
 
 def due_week(now: datetime, settings: Settings) -> str | None:

@@ -22,7 +22,7 @@ from marketplace.core.clock import utcnow
 from marketplace.core.database import transaction
 from marketplace.core.errors import BadRequest, FallowError
 from marketplace.core.process import session_factory
-from marketplace.finance import closing, costs, invoicing, printing, reports, service, trace
+from marketplace.finance import closing, costs, invoicing, money_cli, printing, reports, service, trace
 from marketplace.finance import export as csv_export
 from marketplace.finance import period as periods
 from marketplace.finance.document import Document, Sheet
@@ -33,6 +33,10 @@ from marketplace.finance.summary import usd
 
 T = TypeVar("T")
 app = typer.Typer(help="Statements, invoices, exports, and the books.", no_args_is_help=True, add_completion=False)
+app.add_typer(money_cli.payouts_app, name="payouts")
+app.add_typer(money_cli.webhooks_app, name="webhooks")
+app.command("write-off")(money_cli.write_off)
+app.command("refund-usage")(money_cli.refund_usage)
 
 Organisation = Annotated[str, typer.Argument(help="The organisation's name.")]
 PeriodName = Annotated[
@@ -176,8 +180,18 @@ def verify() -> None:
 
 
 @app.command()
-def reconcile(period: PeriodName = None, zone: ZoneName = "UTC") -> None:
+def reconcile(
+    *,
+    period: PeriodName = None,
+    zone: ZoneName = "UTC",
+    processor: Annotated[
+        bool, typer.Option("--processor", help="Compare the ledger with the payment processor's books instead.")
+    ] = False,
+) -> None:
     """Compare a period's settlements with their receipts. Exit code 1 if they disagree."""
+    if processor:
+        money_cli.reconcile()
+        return
     with _reading() as session, _progress("journals compared") as advance:
         found = closing.reconcile(session, _period(period, zone), advance)
     for finding in found.findings:

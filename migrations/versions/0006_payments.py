@@ -19,6 +19,7 @@ def upgrade() -> None:
         sa.Column("key", sa.String(), nullable=False),
         sa.Column("started_by", sa.String(), nullable=False),
         sa.Column("at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("finished_at", sa.DateTime(timezone=True), nullable=True),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_payout_runs")),
         sa.UniqueConstraint("key", name=op.f("uq_payout_runs_key")),
     )
