@@ -172,6 +172,7 @@ class Client:
             signature=self._identity.sign(payload),
             agent_version=self._version,
             attempts=self._listener.known_attempts(),
+            resumes=True,
         )
         await socket.send_bytes(protocol.encode([hello]))
         welcome, *early = await _receive(socket)

@@ -18,6 +18,8 @@ SOCKET_PATH: Final = "/agent/v1/socket"
 ENROL_PATH: Final = "/agent/v1/enrol"
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 """A larger message closes the socket: one request body is at most half of it."""
+RESUME_S: Final = 3.0
+"""For so long after its socket broke an answer that has begun may be taken up again, on either side."""
 COALESCE_S: Final = 0.002
 """How long a frame after the first may wait for company."""
 HEARTBEAT_S: Final = 10.0
@@ -48,6 +50,8 @@ class Hello(Frame, frozen=True, array_like=True, tag="hello"):
     agent_version: str
     attempts: list[RunningAttempt] = []
     """Attempts that the agent still runs or holds an unacknowledged report for."""
+    resumes: bool = False
+    """The agent understands Resume."""
 
 
 class RunningAttempt(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -181,6 +185,20 @@ class Renew(Frame, frozen=True, array_like=True, tag="renew"):
     lease_ms: int
 
 
+class ResumePoint(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    attempt: bytes
+    epoch: int
+    sequence: int
+    """The next piece that the gateway waits for."""
+
+
+class Resume(Frame, frozen=True, array_like=True, tag="resume"):
+    """Gateway -> agent, after Welcome: these attempts outlived the break; go on from there. Of others that the agent
+    named nothing is wanted any more: a Void says so."""
+
+    attempts: list[ResumePoint]
+
+
 class Cancel(Frame, frozen=True, array_like=True, tag="cancel"):
     """Gateway -> agent: stop the engine's work on this attempt, then report with Finished(reason="cancelled")."""
 
@@ -297,7 +315,7 @@ FAILURES: Final = {
 }
 
 AgentFrame = Hello | Goodbye | Telemetry | Inventory | Accepted | Refused | Tokens | Finished | Failed
-GatewayFrame = Challenge | Welcome | Goodbye | Run | Renew | Cancel | ReportAck | Void
+GatewayFrame = Challenge | Welcome | Goodbye | Run | Renew | Resume | Cancel | ReportAck | Void
 
 _encoder = msgspec.msgpack.Encoder()
 _agent_decoder = msgspec.msgpack.Decoder(list[AgentFrame])

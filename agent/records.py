@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from agent.engines.port import EngineFacts
-from agent.protocol import Failed, Finished, Run
+from agent.protocol import Failed, Finished, Run, Tokens
 
 RESEND_FIRST_S: Final = 5.0
 
@@ -169,6 +169,10 @@ class AttemptState:
     sequence: int = 0
     token_ids: int = 0
     digest: Any = field(default_factory=hashlib.sha256)
+    pieces: list[Tokens] = field(default_factory=list)
+    """Everything that was said, until the report is acknowledged: a break may have swallowed the end of it."""
+    away_until: float | None = None
+    """Set while the socket that the attempt came by is broken: when it is given up."""
 
     @property
     def key(self) -> str:
@@ -191,6 +195,9 @@ class PendingReport:
     """As it was when the attempt came: its asks are pinned."""
     resend_at: float
     pause_s: float = RESEND_FIRST_S
+    pieces: list[Tokens] = field(default_factory=list)
+    """For a gateway that takes the answer up after a break; forgotten when none can any more."""
+    pieces_until: float = 0.0
 
 
 @dataclass(slots=True)

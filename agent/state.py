@@ -47,6 +47,7 @@ from agent.events import (
     WorkStopped,
 )
 from agent.protocol import (
+    RESUME_S,
     Accepted,
     Cancel,
     Failed,
@@ -56,6 +57,7 @@ from agent.protocol import (
     Refused,
     Renew,
     ReportAck,
+    Resume,
     Run,
     RunningAttempt,
     Tokens,
@@ -90,6 +92,10 @@ RESTART_FORGIVEN_AFTER_S: Final = 120.0
 """An engine that served this long starts over with the shortest pause."""
 TIMEOUT_MARGIN_S: Final = 5.0
 """The engine's own timeout lies this far behind the deadline, so that the deadline is what ends an attempt."""
+RESUME_ANSWER_S: Final = 1.0
+"""How long after Welcome a report waits for the gateway to say from where it wants the answer."""
+PIECES_KEPT_S: Final = 30.0
+"""How long an answer is kept for a report that is not acknowledged."""
 MAX_LEASE_S: Final = 3_600.0
 SPEED_WEIGHT: Final = 0.2
 SPEED_STEP: Final = 0.25
@@ -146,6 +152,7 @@ class AgentState:
         self._frame_handlers: dict[type, Callable[[Any, float], None]] = {
             Run: self._run,
             Renew: self._renew,
+            Resume: self._resume,
             Cancel: self._cancel,
             Void: self._void,
             ReportAck: self._ack,
@@ -215,13 +222,37 @@ class AgentState:
         self._tell_inventory()
         self._out.append(SendTelemetry())
         for report in self.reports.values():
-            self._resend(report, event.now)
+            if report.pieces:
+                # If the gateway still wants the answer it says from where, and a report before that would skip pieces.
+                report.resend_at = event.now + RESUME_ANSWER_S
+            else:
+                self._resend(report, event.now)
 
     def _on_disconnected(self, event: Disconnected) -> None:
-        # Only the gateway that sent an attempt can take its answer, and it has given the attempt up with the socket.
+        """An answer that has begun goes on for a moment: the gateway may take it up again. One that has not is made
+        elsewhere by now."""
         self.connected = False
-        for attempt_id in self.attempts:
-            self._stop(attempt_id, StopCause.LEASE_EXPIRED)
+        for attempt_id, attempt in self.attempts.items():
+            if attempt.sequence:
+                attempt.away_until = event.now + RESUME_S
+            else:
+                self._stop(attempt_id, StopCause.LEASE_EXPIRED)
+        for report in self.reports.values():
+            report.pieces_until = min(report.pieces_until, event.now + RESUME_S)
+
+    def _resume(self, frame: Resume, now: float) -> None:
+        for point in frame.attempts:
+            attempt = self._current(point.attempt, point.epoch)
+            report = self.reports.get(point.attempt)
+            if attempt is not None and attempt.away_until is not None:
+                attempt.away_until = None
+                self._say_again(attempt.pieces, point.sequence)
+            elif report is not None and report.frame.epoch == point.epoch:
+                self._say_again(report.pieces, point.sequence)
+                self._resend(report, now)
+
+    def _say_again(self, pieces: list[Tokens], sequence: int) -> None:
+        self._out.extend(Send(piece) for piece in pieces[max(sequence, 0) :])
 
     def _tell_inventory(self) -> None:
         inventory = self.inventory()
@@ -364,9 +395,10 @@ class AgentState:
             text = data.decode()
         attempt.digest.update(data)
         self.counters.pieces += 1
-        self._out.append(
-            Send(Tokens(attempt.run.attempt, attempt.run.epoch, attempt.sequence, text, ids, reasoning, extra))
-        )
+        piece = Tokens(attempt.run.attempt, attempt.run.epoch, attempt.sequence, text, ids, reasoning, extra)
+        attempt.pieces.append(piece)
+        if attempt.away_until is None:
+            self._out.append(Send(piece))
         attempt.sequence += 1
 
     def _work_ended(self, event: WorkEnded) -> None:
@@ -478,8 +510,17 @@ class AgentState:
         while len(self.reports) >= MAX_REPORTS:
             self.reports.pop(next(iter(self.reports)))
             self.counters.reports_dropped += 1
-        self.reports[frame.attempt] = PendingReport(frame, attempt.served, now + RESEND_FIRST_S)
-        self._out.append(Send(frame))
+        away_until = attempt.away_until
+        waits = away_until is not None and now < away_until
+        self.reports[frame.attempt] = PendingReport(
+            frame,
+            attempt.served,
+            resend_at=away_until if away_until is not None and waits else now + RESEND_FIRST_S,
+            pieces=attempt.pieces,
+            pieces_until=now + PIECES_KEPT_S if away_until is None else away_until,
+        )
+        if not waits:
+            self._out.append(Send(frame))
         self._release(attempt)
 
     def _release(self, attempt: AttemptState) -> None:
@@ -673,10 +714,13 @@ class AgentState:
         for attempt_id, attempt in self.attempts.items():
             if now >= attempt.deadline_at:
                 self._stop(attempt_id, StopCause.DEADLINE)
-            elif now >= attempt.lease_until:
+            elif now >= attempt.lease_until or (attempt.away_until is not None and now >= attempt.away_until):
                 self._stop(attempt_id, StopCause.LEASE_EXPIRED)
         self._yield_if_due(now)
         self._start_wanted_engines(now)
+        for report in self.reports.values():
+            if now >= report.pieces_until:
+                report.pieces = []
         if not self.connected:
             return
         for report in self.reports.values():

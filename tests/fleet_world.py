@@ -263,6 +263,7 @@ async def greet(
     key: Ed25519PrivateKey | None = None,
     attempts: list[protocol.RunningAttempt] | None = None,
     version: int = protocol.VERSION,
+    resumes: bool = False,
 ) -> None:
     """Answer the challenge."""
     message = await connection.recv()
@@ -272,7 +273,7 @@ async def greet(
     payload = protocol.hello_payload(challenge.nonce, str(node.node_id), challenge.gateway_id)
     signature = (key or node.key).sign(payload)
     await connection.send(
-        protocol.encode([protocol.Hello(version, str(node.node_id), signature, "test", attempts or [])])
+        protocol.encode([protocol.Hello(version, str(node.node_id), signature, "test", attempts or [], resumes)])
     )
 
 

@@ -7,7 +7,7 @@ another node's attempt, nor revive an old epoch, nor skip or repeat a piece.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Final, Protocol
 from uuid import UUID
@@ -22,7 +22,9 @@ from agent.protocol import (
     Refused,
     Renew,
     ReportAck,
+    ResumePoint,
     Run,
+    RunningAttempt,
     Tokens,
     Void,
 )
@@ -98,7 +100,18 @@ class Carrier(Protocol):
 class Route:
     """One attempt's way."""
 
-    __slots__ = ("attempt", "carrier", "done", "epoch", "max_pieces", "next_sequence", "node_id", "offer_id", "sink")
+    __slots__ = (
+        "attempt",
+        "carrier",
+        "done",
+        "epoch",
+        "max_pieces",
+        "next_sequence",
+        "node_id",
+        "offer_id",
+        "parked_until",
+        "sink",
+    )
 
     def __init__(self, attempt: bytes, node_id: UUID, offer_id: UUID, carrier: Carrier, sink: AttemptSink) -> None:
         self.attempt = attempt
@@ -109,8 +122,27 @@ class Route:
         self.epoch = 0
         self.next_sequence = 0
         self.max_pieces = 0
+        self.parked_until: float | None = None
+        """Set while the node's socket is broken and may come back: when it is given up, in monotonic seconds."""
         self.done = False
         """The last frame went to the sink; repeats and stragglers are swallowed until the route is closed."""
+
+
+class _Nowhere:
+    """The carrier of an attempt whose node's socket is broken."""
+
+    def send(self, node_id: UUID, frame: GatewayFrame) -> bool:
+        """Nothing goes anywhere."""
+        return False
+
+    def opened(self, route: Route) -> None:
+        """Holds nothing."""
+
+    def closed(self, route: Route) -> None:
+        """Holds nothing."""
+
+
+NOWHERE: Final[Carrier] = _Nowhere()
 
 
 class Links:
@@ -224,6 +256,42 @@ class Links:
             route.sink.on_gone(reason)
         except Exception:
             log.exception("attempt_sink_failed", attempt=route.attempt.hex())
+
+    def park(self, route: Route, until: float) -> bool:
+        """Keep a route whose socket broke until the node takes it up again. False: there is nothing worth waiting for,
+        since an answer that has not begun is better made elsewhere."""
+        if route.done or not route.next_sequence:
+            return False
+        route.carrier.closed(route)
+        route.carrier = NOWHERE
+        route.parked_until = until
+        return True
+
+    def resume(
+        self, carrier: Carrier, node_id: UUID, running: Sequence[RunningAttempt]
+    ) -> tuple[list[ResumePoint], list[RunningAttempt]]:
+        """Take up what a node's broken socket left. Returns from where each answer goes on, and what nobody waits for;
+        a parked attempt that the node does not name is lost at once."""
+        points: list[ResumePoint] = []
+        unknown: list[RunningAttempt] = []
+        for known in running:
+            route = self.routes.get(known.attempt)
+            if route is None or route.parked_until is None or (route.node_id, route.epoch) != (node_id, known.epoch):
+                unknown.append(known)
+                continue
+            route.carrier, route.parked_until = carrier, None
+            carrier.opened(route)
+            points.append(ResumePoint(route.attempt, route.epoch, route.next_sequence))
+        for route in [route for route in self.routes.values() if route.parked_until is not None]:
+            if route.node_id == node_id:
+                self.lose(route, GoneReason.REPLACED)
+        return points, unknown
+
+    def expire_parked(self, now: float) -> None:
+        """Give up what was not taken up in time."""
+        for route in [route for route in self.routes.values() if route.parked_until is not None]:
+            if route.parked_until is not None and now >= route.parked_until:
+                self.lose(route, GoneReason.NODE_GONE)
 
     def _violation(self, route: Route, frame: Tokens | Finished | Failed) -> None:
         log.warning(

@@ -179,7 +179,8 @@ class Fleet:
             )
             older = self._sessions.pop(node.node_id, None)
             if older is not None:
-                older.end(self.links, GoneReason.REPLACED, Goodbye("replaced", "A newer socket is open.", -1.0))
+                goodbye = Goodbye("replaced", "A newer socket is open.", -1.0)
+                older.end(self.links, GoneReason.REPLACED, goodbye, resumable=True)
                 self.view.drop_local(node.node_id)
                 with contextlib.suppress(Unavailable):
                     await self._write_energy(older)
@@ -333,6 +334,7 @@ class Fleet:
         self._peers.follow(self.view.gateways())
 
     async def _housekeep(self) -> None:
+        self.links.expire_parked(time.monotonic())
         self.view.index.rules = replace(self.rules, gateways=1 + len(self.view.gateways()))
         self._occupancy.sweep()
         self.view.expire_remote()

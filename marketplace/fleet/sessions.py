@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 from uuid import UUID
 
-from agent.protocol import DeviceReport, GatewayFrame, Goodbye, Inventory
+from agent.protocol import RESUME_S, DeviceReport, GatewayFrame, Goodbye, Inventory
 from marketplace.core.clock import utcnow
 from marketplace.fleet import claims
 from marketplace.fleet.claims import Claim, RefusedClaim
@@ -75,6 +75,8 @@ class NodeSession:
         self.meter = EnergyMeter()
         self.control = Allowance(per_s=10.0, burst=60.0)
         self.stray = Allowance(per_s=200.0, burst=2_000.0)
+        self.resumes = False
+        """The agent takes answers up again after a break."""
         self._voided: dict[bytes, float] = {}
 
     # --- carrier --------------------------------------------------------------------------------------------------
@@ -124,10 +126,13 @@ class NodeSession:
         self._voided[attempt] = now_s + VOID_EVERY_S
         return True
 
-    def end(self, links: Links, reason: GoneReason, goodbye: Goodbye | None) -> None:
-        """Lose all routes, say why, and let the socket close. Ending twice does nothing more."""
+    def end(self, links: Links, reason: GoneReason, goodbye: Goodbye | None, *, resumable: bool = False) -> None:
+        """Lose all routes, say why, and let the socket close. Ending twice does nothing more. `resumable`: the socket
+        only broke, so answers that have begun wait a moment for the node to come back."""
+        until = time.monotonic() + RESUME_S
         for route in list(self.routes.values()):
-            links.lose(route, reason)
+            if not (resumable and self.resumes and links.park(route, until)):
+                links.lose(route, reason)
         if goodbye is not None:
             self.sender.put(goodbye)
         self.sender.close()

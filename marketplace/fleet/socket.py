@@ -124,8 +124,13 @@ class AgentSocket:
             raise _Rejected(error.code, error.message, 2.0) from None
         now_ms = time.time_ns() // 1_000_000
         sender.put(protocol.Welcome(str(node.node_id), self._gateway_id, now_ms))
-        for running in hello.attempts[:4_096]:
-            # A route never outlives its socket, so whatever the agent still runs has lost its lease here.
+        session.resumes = hello.resumes
+        points, unknown = self._links.resume(session, node.node_id, hello.attempts[:4_096])
+        if points:
+            log.info("attempts_resumed", node=node.node_id.hex, attempts=len(points))
+            sender.put(protocol.Resume(points))
+        for running in unknown:
+            # Nobody here waits for it: whatever the agent still runs of it has lost its lease.
             sender.put(protocol.Void(running.attempt, running.epoch))
         return session, rest
 
@@ -162,7 +167,8 @@ class AgentSocket:
         writer = asyncio.create_task(_write(session, send))
         try:
             goodbye = self._take(session, rest) or await self._serve(session, receive)
-            session.end(self._links, GoneReason.PROTOCOL if goodbye else GoneReason.NODE_GONE, goodbye)
+            reason = GoneReason.PROTOCOL if goodbye else GoneReason.NODE_GONE
+            session.end(self._links, reason, goodbye, resumable=goodbye is None)
             if goodbye is not None:
                 log.warning("agent_dismissed", node=session.node.node_id.hex, code=goodbye.code)
                 await asyncio.wait({writer}, timeout=HELLO_TIMEOUT_S)
@@ -206,6 +212,7 @@ class AgentSocket:
             elif type(frame) is Inventory:
                 self._home.on_inventory(session, frame)
             elif type(frame) is Goodbye:
+                session.resumes = False  # it leaves on purpose
                 session.sender.close()
                 return None
             else:

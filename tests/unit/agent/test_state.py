@@ -273,3 +273,65 @@ def two_cards() -> AgentState:
 
 def refusals(out: list[events.Instruction]) -> list[str]:
     return [i.frame.code for i in out if isinstance(i, events.Send) and isinstance(i.frame, Refused)]
+
+
+class TestABreak:
+    def broken(self) -> AgentState:
+        agent = ready()
+        start(agent)
+        for word in ("one", "two", "three"):
+            agent.handle(events.PieceCame(b"a", Piece(word), 1.0))
+        agent.handle(events.Disconnected(2.0))
+        return agent
+
+    def resume(self, agent: AgentState, sequence: int, now: float = 3.0) -> list[events.Instruction]:
+        agent.handle(events.Connected(now))
+        return agent.handle(events.GatewaySaid(protocol.Resume([protocol.ResumePoint(b"a", 1, sequence)]), now))
+
+    def test_is_outlived_by_an_answer_that_goes_on_where_the_gateway_is(self) -> None:
+        agent = self.broken()
+        assert frames(agent.handle(events.PieceCame(b"a", Piece("four"), 2.5)), Tokens) == []
+        again = frames(self.resume(agent, 1), Tokens)
+        assert [(piece.sequence, piece.text) for piece in again] == [(1, "two"), (2, "three"), (3, "four")]
+        live = frames(agent.handle(events.PieceCame(b"a", Piece("five"), 4.0)), Tokens)
+        assert [piece.sequence for piece in live] == [4]
+        assert frames(agent.handle(events.WorkEnded(b"a", "stop", Usage(), 5.0)), Finished)[0].sequence == 5
+
+    def test_loses_nothing_of_an_answer_that_ended_meanwhile(self) -> None:
+        agent = self.broken()
+        assert frames(agent.handle(events.WorkEnded(b"a", "stop", Usage(), 2.5)), Finished) == []
+        out = self.resume(agent, 2)
+        assert [piece.sequence for piece in frames(out, Tokens)] == [2]
+        assert frames(out, Finished)[0].sequence == 3
+        assert out.index(next(i for i in out if isinstance(i, events.Send) and isinstance(i.frame, Finished))) == 1
+
+    def test_that_the_gateway_gave_up_ends_the_work(self) -> None:
+        agent = self.broken()
+        agent.handle(events.Connected(3.0))
+        out = agent.handle(events.GatewaySaid(protocol.Void(b"a", 1), 3.0))
+        assert events.StopWork(b"a") in out
+
+    def test_that_lasts_ends_the_work(self) -> None:
+        agent = self.broken()
+        assert events.StopWork(b"a") not in agent.handle(events.Tick(4.9))
+        assert events.StopWork(b"a") in agent.handle(events.Tick(2.0 + protocol.RESUME_S))
+
+    def test_ends_an_answer_that_has_not_begun(self) -> None:
+        agent = ready()
+        start(agent)
+        assert events.StopWork(b"a") in agent.handle(events.Disconnected(2.0))
+
+    def test_resumes_no_other_epoch(self) -> None:
+        agent = self.broken()
+        agent.handle(events.Connected(3.0))
+        point = protocol.ResumePoint(b"a", 2, 0)
+        assert agent.handle(events.GatewaySaid(protocol.Resume([point]), 3.0)) == []
+
+    def test_sends_an_unacknowledged_report_again_even_if_nobody_resumes_it(self) -> None:
+        agent = ready()
+        start(agent)
+        agent.handle(events.PieceCame(b"a", Piece("one"), 1.0))
+        agent.handle(events.WorkEnded(b"a", "stop", Usage(), 1.5))
+        agent.handle(events.Disconnected(2.0))
+        assert frames(agent.handle(events.Connected(3.0)), Finished) == []
+        assert len(frames(agent.handle(events.Tick(3.0 + state.RESUME_ANSWER_S)), Finished)) == 1

@@ -279,6 +279,48 @@ class TestAnAttempt:
 
         asyncio.run(story())
 
+    def test_outlives_a_short_break_of_its_nodes_socket(
+        self, settings: Settings, session_factory: SessionFactory, variants: dict[str, UUID], node: Enrolled
+    ) -> None:
+        async def story() -> None:
+            async with gateway(settings, session_factory, variants) as home:
+                async with agent(home, node, resumes=True) as first:
+                    offer = await show_offer(home.fleet, first, variants[SHA256])
+                    attempt_id, sink = open_attempt(home.fleet, offer)
+                    await first.hear(Run)
+                    await first.say(tokens(attempt_id, 0), tokens(attempt_id, 1))
+                    await until(lambda: len(sink.frames) == 2)
+                    first.abort()
+                    await until(lambda: home.fleet.nodes_connected == 0)
+                running = [protocol.RunningAttempt(attempt_id.bytes, EPOCH), protocol.RunningAttempt(b"x" * 16, EPOCH)]
+                async with agent(home, node, attempts=running, resumes=True) as second:
+                    resumed = await second.hear(protocol.Resume)
+                    assert resumed.attempts == [protocol.ResumePoint(attempt_id.bytes, EPOCH, 2)]
+                    assert (await second.hear(Void)).attempt == b"x" * 16
+                    await second.say(tokens(attempt_id, 2), finished(attempt_id, 3))
+                    await until(lambda: len(sink.frames) == 4)
+                    assert sink.gone == []
+
+        asyncio.run(story())
+
+    def test_is_given_up_if_its_node_does_not_come_back(
+        self, settings: Settings, session_factory: SessionFactory, variants: dict[str, UUID], node: Enrolled
+    ) -> None:
+        async def story() -> None:
+            async with gateway(settings, session_factory, variants) as home:
+                async with agent(home, node, resumes=True) as first:
+                    offer = await show_offer(home.fleet, first, variants[SHA256])
+                    attempt_id, sink = open_attempt(home.fleet, offer)
+                    await first.hear(Run)
+                    await first.say(tokens(attempt_id, 0))
+                    await until(lambda: len(sink.frames) == 1)
+                    first.abort()
+                await asyncio.sleep(0.5)
+                assert sink.gone == []
+                await until(lambda: sink.gone == [GoneReason.NODE_GONE], within_s=protocol.RESUME_S + 3)
+
+        asyncio.run(story())
+
 
 class TestALyingAgent:
     def test_cannot_speak_for_another_nodes_attempt(

@@ -6,7 +6,20 @@ from uuid import UUID, uuid4
 
 import pytest
 
-from agent.protocol import Accepted, Failed, Finished, GatewayFrame, Refused, ReportAck, Run, Tokens, UsageReport, Void
+from agent.protocol import (
+    Accepted,
+    Failed,
+    Finished,
+    GatewayFrame,
+    Refused,
+    ReportAck,
+    ResumePoint,
+    Run,
+    RunningAttempt,
+    Tokens,
+    UsageReport,
+    Void,
+)
 from marketplace.fleet import links as module
 from marketplace.fleet.links import AttemptFrame, GoneReason, Links, NodeUnreachable, Route
 from marketplace.matching.types import OfferView
@@ -193,3 +206,68 @@ class TestLinks:
         world.take(refused)
         assert world.full == [OFFER.offer_id]
         assert sink.frames == [refused]
+
+
+class TestABreak:
+    def parked(self, world: World) -> tuple[bytes, Sink]:
+        attempt, sink = world.run()
+        world.take(piece(attempt, 0))
+        world.take(piece(attempt, 1))
+        assert world.links.park(world.links.routes[attempt], until=103.0)
+        return attempt, sink
+
+    def test_is_outlived_by_an_answer_that_goes_on_where_it_was(self, world: World) -> None:
+        attempt, sink = self.parked(world)
+        assert world.wire.open == []
+        newer = Wire()
+        points, unknown = world.links.resume(newer, NODE, [RunningAttempt(attempt, 3)])
+        assert (points, unknown) == ([ResumePoint(attempt, 3, 2)], [])
+        assert not world.take(piece(attempt, 2)), "the older socket is no way any more"
+        assert world.links.dispatch(newer, NODE, piece(attempt, 2))
+        assert world.links.dispatch(newer, NODE, end(attempt, 3))
+        assert [getattr(frame, "sequence", -1) for frame in sink.frames] == [0, 1, 2, 3]
+        assert sink.gone == []
+
+    def test_that_skips_a_piece_is_no_resumption(self, world: World) -> None:
+        attempt, sink = self.parked(world)
+        newer = Wire()
+        world.links.resume(newer, NODE, [RunningAttempt(attempt, 3)])
+        world.links.dispatch(newer, NODE, piece(attempt, 3))
+        assert sink.gone == [GoneReason.PROTOCOL]
+
+    def test_is_given_up_in_time(self, world: World) -> None:
+        _, sink = self.parked(world)
+        world.links.expire_parked(102.9)
+        assert sink.gone == []
+        world.links.expire_parked(103.0)
+        assert sink.gone == [GoneReason.NODE_GONE]
+        assert world.links.routes == {}
+
+    def test_is_no_reason_to_wait_for_an_answer_that_has_not_begun(self, world: World) -> None:
+        attempt, _ = world.run()
+        assert not world.links.park(world.links.routes[attempt], until=103.0)
+
+    @pytest.mark.parametrize("epoch", [2, 4])
+    def test_revives_no_other_epoch(self, world: World, epoch: int) -> None:
+        attempt, sink = self.parked(world)
+        points, unknown = world.links.resume(Wire(), NODE, [RunningAttempt(attempt, epoch)])
+        assert (points, unknown) == ([], [RunningAttempt(attempt, epoch)])
+        assert sink.gone == [GoneReason.REPLACED], "the node has not what we wait for"
+
+    def test_gives_an_answer_to_no_other_node(self, world: World) -> None:
+        attempt, sink = self.parked(world)
+        points, unknown = world.links.resume(Wire(), uuid4(), [RunningAttempt(attempt, 3)])
+        assert (points, len(unknown)) == ([], 1)
+        assert sink.gone == []
+
+    def test_leaves_nothing_to_an_agent_that_forgot(self, world: World) -> None:
+        _, sink = self.parked(world)
+        assert world.links.resume(Wire(), NODE, []) == ([], [])
+        assert sink.gone == [GoneReason.REPLACED]
+
+    def test_carries_no_frame_meanwhile(self, world: World) -> None:
+        attempt, _ = self.parked(world)
+        with pytest.raises(NodeUnreachable):
+            world.links.send(NODE, ReportAck(attempt, 3))
+        world.links.close(UUID(bytes=attempt))
+        assert world.links.resume(Wire(), NODE, [RunningAttempt(attempt, 3)]) == ([], [RunningAttempt(attempt, 3)])
