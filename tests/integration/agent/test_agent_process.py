@@ -208,12 +208,12 @@ class TestRunning:
                 await enrolled(gateway, tmp_path, "--engine", "simulated")
                 async with running(gateway, tmp_path) as (process, _):
                     agent = psutil.Process(process.pid)
-                    await asyncio.sleep(0.5)
+                    await asyncio.sleep(4)
                     before = agent.cpu_times()
                     await asyncio.sleep(4)
                     after = agent.cpu_times()
                     busy_s = after.user + after.system - before.user - before.system
-                    assert agent.memory_info().rss <= 60 * MEGABYTE
+                    assert agent.memory_info().rss <= 50 * MEGABYTE
                     assert busy_s / 4 <= 0.015, "a core's share at rest, on a clock of 10 ms"
 
         asyncio.run(act())
