@@ -11,6 +11,7 @@ import marketplace.catalog.models
 import marketplace.core.outbox
 import marketplace.finance.models
 import marketplace.fleet.models
+import marketplace.gateway.batches.models
 import marketplace.jobs.demand
 import marketplace.jobs.models
 import marketplace.metering.models  # noqa: F401  # each import registers its tables

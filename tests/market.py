@@ -118,7 +118,6 @@ class Market:
             accepted_tokens=output,
             busy_ms=5,
             first_token=True,
-            endpoint="chat",
             receipt=self.receipt(output),
         )
         return replace(record, **changes)
@@ -136,7 +135,6 @@ class Market:
             accepted_tokens=0,
             busy_ms=None,
             first_token=False,
-            endpoint="chat",
         )
         return replace(record, **changes)
 

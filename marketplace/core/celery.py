@@ -31,8 +31,10 @@ MONEY: Final = "money"
 """Settlement and the checks of the books."""
 SWEEP: Final = "sweep"
 """Leases, deadlines, the outbox."""
-QUEUES: Final = (MATCH, MONEY, SWEEP)
-ROUTES: Final = {"jobs.assign": MATCH, "billing.*": MONEY, "jobs.*": SWEEP}
+BATCH: Final = "batch"
+"""Batches: steps of seconds, which nothing else may wait behind."""
+QUEUES: Final = (MATCH, MONEY, SWEEP, BATCH)
+ROUTES: Final = {"jobs.assign": MATCH, "billing.*": MONEY, "jobs.*": SWEEP, "batches.*": BATCH}
 
 NUDGE_LIFE_S: Final = 30
 """A nudge that nobody took for this long says nothing that the next tick does not."""

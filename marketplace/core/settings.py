@@ -64,6 +64,15 @@ class Settings(BaseSettings):
     settlement_batch: int = Field(default=5_000, ge=1, le=50_000)
     database_pool_size: int = 8
 
+    batch_price_basis_points: int = Field(default=5_000, ge=1, le=10_000)
+    """What a line of a batch costs, as a share of the node's ask: half by default. Pinned when the batch begins."""
+    file_limit_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
+    """Of one uploaded file."""
+    files_limit_bytes: int = Field(default=1024 * 1024 * 1024, ge=1024)
+    """Of all files of one organisation."""
+    file_life_s: int = Field(default=30 * 86_400, ge=3_600)
+    """Files, inputs and outputs of batches alike, are erased after this."""
+
     public_url: str = ""
     """How browsers reach this platform: people come back here from the payment processor. By default the own URL."""
     payment_provider: Literal["sandbox", "stripe"] = "sandbox"

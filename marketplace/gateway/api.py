@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -42,11 +43,13 @@ def make_api(services: Services, routers: Iterable[APIRouter]) -> FastAPI:
 
 
 class Bounded:
-    """ASGI around ASGI: gives each exchange its id, and refuses bodies beyond the limit."""
+    """ASGI around ASGI: gives each exchange its id, and refuses bodies beyond the limit, which paths in `larger` have
+    of their own."""
 
-    def __init__(self, app: Any, limit_bytes: int) -> None:
+    def __init__(self, app: Any, limit_bytes: int, larger: Mapping[str, int] = MappingProxyType({})) -> None:
         self._app = app
         self._limit = limit_bytes
+        self._larger = larger
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # A request with an Idempotency-Key comes with the id of its claim.
@@ -59,27 +62,31 @@ class Bounded:
             await send(message)
 
         declared = header(scope, b"content-length")
-        if declared is not None and declared.isdigit() and int(declared) > self._limit:
-            await send_error(identified, self._too_large())
+        limit = self._larger.get(scope.get("path", ""), self._limit)
+        if declared is not None and declared.isdigit() and int(declared) > limit:
+            await send_error(identified, _too_large(limit))
             return
-        await self._app(scope, self._counted(receive), identified)
+        await self._app(scope, _counted(receive, limit), identified)
 
-    def _counted(self, receive: Receive) -> Receive:
-        size = 0
 
-        async def counted() -> Message:
-            nonlocal size
-            message = await receive()
-            if message["type"] == "http.request":
-                size += len(message.get("body", b""))
-                if size > self._limit:
-                    raise self._too_large()
-            return message
+def _counted(receive: Receive, limit_bytes: int) -> Receive:
+    """The body as it comes; raises TooLarge once it is larger than the limit."""
+    size = 0
 
-        return counted
+    async def counted() -> Message:
+        nonlocal size
+        message = await receive()
+        if message["type"] == "http.request":
+            size += len(message.get("body", b""))
+            if size > limit_bytes:
+                raise _too_large(limit_bytes)
+        return message
 
-    def _too_large(self) -> TooLarge:
-        return TooLarge(f"The body is larger than {self._limit} bytes.", headers={"connection": "close"})
+    return counted
+
+
+def _too_large(limit_bytes: int) -> TooLarge:
+    return TooLarge(f"The body is larger than {limit_bytes} bytes.", headers={"connection": "close"})
 
 
 def _answer(request: Request, error: FallowError) -> JSONResponse:

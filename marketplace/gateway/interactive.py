@@ -175,6 +175,7 @@ class Interactive:
             gateway_id=settings.gateway_id,
             deadline_s=settings.request_timeout_s,
             attempt=self._lease_of(offer, attempt_id),
+            endpoint=self._surface.endpoint,
         )
 
     def _lease_of(self, offer: OfferView, attempt_id: UUID) -> AttemptLease:

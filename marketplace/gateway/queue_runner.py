@@ -169,9 +169,7 @@ class QueueRunner:
             services.flex.ended(dispatch.attempt_id)
             services.pulse.leave(execution)
 
-    async def _carry_out(
-        self, execution: Execution, offer: OfferView, dispatch: Dispatch, surface: Surface
-    ) -> None:
+    async def _carry_out(self, execution: Execution, offer: OfferView, dispatch: Dispatch, surface: Surface) -> None:
         run = await execution.attempt(offer, dispatch.attempt_id, dispatch.epoch)
         if run.ending in RETRYABLE:
             # Nobody has read anything: the queue tries again, or ends the job where nothing is left to try.

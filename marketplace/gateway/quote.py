@@ -85,14 +85,23 @@ async def measure(services: Services, chat: Inference) -> Measured:
         variant=variant,
         prompt_tokens=counted.tokens,
         prompt_packed=pack(counted.ids),
-        max_output_tokens=_output_bound(chat, variant.default_max_output, counted.tokens, context),
+        max_output_tokens=bound_output(chat, variant.default_max_output, counted.tokens, context),
         client_bound=chat.max_tokens is not None,
         context=context,
         list_offers=lambda: services.fleet.view.offers(variant.id),
     )
 
 
-def _output_bound(chat: Inference, default: int, prompt_tokens: int, context: int) -> int:
+async def take_tokens(services: Services, principal: Principal, limits: LimitState, measured: Measured) -> None:
+    """Count the request's worst case against the key's tokens a minute, if those are limited. Raises RateLimited."""
+    limit = principal.tokens_per_minute
+    if limit is not None:
+        least = measured.prompt_tokens + (measured.max_output_tokens if measured.client_bound else 1)
+        await services.limiter.take_tokens(limits, limit, measured.prompt_tokens + measured.max_output_tokens, least)
+
+
+def bound_output(chat: Inference, default: int, prompt_tokens: int, context: int) -> int:
+    """The most that the answer may have. Raises ContextLengthExceeded (400)."""
     asked = chat.max_tokens
     wanted = asked or 1
     if prompt_tokens + wanted > context:

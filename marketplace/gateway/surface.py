@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol
 from msgspec import DecodeError, Raw, Struct
 from msgspec.json import decode
 
+from marketplace.catalog.service import PromptCount, VariantView
 from marketplace.gateway.answer import completion
 from marketplace.gateway.completions import TextWriter, parse_completion, text_completion
 from marketplace.gateway.parse import Inference, parse_chat
@@ -65,6 +66,13 @@ def parse_any(body: bytes) -> Inference:
         # The strict parser says what is wrong.
         return CHAT.parse(body)
     return (TEXT if bytes(kind.prompt) and not bytes(kind.messages) else CHAT).parse(body)
+
+
+async def count_stored(variant: VariantView, engine_body: Mapping[str, Any]) -> PromptCount:
+    """The prompt's tokens of a body as an engine gets it. Raises what counting raises."""
+    if "prompt" in engine_body:
+        return await variant.count_text_prompt_async(engine_body["prompt"])
+    return await variant.count_prompt_async(engine_body.get("messages", []), engine_body.get("tools"))
 
 
 def surface_of(engine_body: Mapping[str, Any]) -> Surface:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Final, Protocol
-from uuid import UUID
+from uuid import UUID, uuid5
 
 from sqlalchemy.orm import Session
 
+from marketplace.catalog.prices import set_price
 from marketplace.core.ids import new_id
 from marketplace.jobs import endings, repository
 from marketplace.jobs.endings import UNTRIED, Ending, Tried
@@ -21,7 +22,8 @@ from marketplace.matching.line import OUTPUT_WEIGHT, Line
 from marketplace.matching.live import UNKNOWN_DECODE_TOKENS_PER_S, UNKNOWN_PREFILL_TOKENS_PER_S
 from marketplace.matching.rank import Rules, could_run, rank, with_pick
 from marketplace.matching.retries import RetryBudget
-from marketplace.matching.types import Demand, OfferView, Ranked, Service
+from marketplace.matching.types import Demand, OfferView, Ranked, Rates, Service
+from marketplace.metering.pricing import BASIS_POINTS
 
 MAX_ROUND: Final = 256
 """Jobs of one variant in one round."""
@@ -122,7 +124,7 @@ def _match(
         job = by_id[waiting.job_id]
         keep = [demand_of(by_id[other.job_id]) for other in kept]
         offers = [offer for offer in known if not any(could_run(offer, demand, matcher.rules) for demand in keep)]
-        found = _place(job, history.get(job.job_id, UNTRIED), offers, matcher, done)
+        found = _place(session, job, history.get(job.job_id, UNTRIED), offers, matcher, done)
         if found is not None:
             known = with_pick(known, found[1].offer_id)
         return found
@@ -147,8 +149,8 @@ def _waiting(job: Waiting, free: Sequence[OfferView], now_s: float) -> line_.Wai
     )
 
 
-def _place(
-    job: Waiting, tried: Tried, known: Sequence[OfferView], matcher: Matcher, done: Assignment
+def _place(  # noqa: PLR0917 - one round's whole state
+    session: Session, job: Waiting, tried: Tried, known: Sequence[OfferView], matcher: Matcher, done: Assignment
 ) -> tuple[Lease, Placed] | None:
     if tried.history.exhausted:
         done.over.append((job.job_id, endings.used_up(tried.history)))
@@ -164,16 +166,27 @@ def _place(
     offer = matcher.slots.reserve_first(ranked, attempt_id, matcher.lease_s)
     if offer is None:
         return None
+    price_id, rates = _pinned(session, job, offer)
     lease = AttemptLease(
         attempt_id=attempt_id,
         node_id=offer.node_id,
         offer_id=offer.offer_id,
-        price_id=offer.price_id,
-        rates=offer.rates,
+        price_id=price_id,
+        rates=rates,
         gateway_id=offer.gateway_id,
         lease_s=matcher.lease_s,
     )
     return Lease(job.job_id, lease), Placed(job.job_id, attempt_id, offer.offer_id, offer.gateway_id)
+
+
+def _pinned(session: Session, job: Waiting, offer: OfferView) -> tuple[int, Rates]:
+    """The price that the attempt pins. A reduced one gets a row of its own, so that bills and statements that multiply
+    tokens by a price's row are right for it too."""
+    if job.price_basis_points == BASIS_POINTS:
+        return offer.price_id, offer.rates
+    rates = offer.rates.at_share(job.price_basis_points)
+    seller = uuid5(offer.node_id, f"share:{job.price_basis_points}")
+    return set_price(session, offer.variant_id, seller, rates), rates
 
 
 def _within_budget(job: Waiting, tried: Tried, matcher: Matcher) -> bool:
@@ -189,7 +202,7 @@ def demand_of(job: Waiting, excluded_nodes: frozenset[UUID] = frozenset()) -> De
         variant_id=job.variant_id,
         prompt_tokens=job.prompt_tokens,
         max_output_tokens=job.max_output_tokens,
-        ceiling=job.ceiling,
+        ceiling=job.ceiling.before_share(job.price_basis_points),
         organisation_id=job.organisation_id,
         excluded_nodes=excluded_nodes,
         service=Service.FLEX,

@@ -48,6 +48,10 @@ class Admit:
     deadline_s: float
     """From the database's now."""
     attempt: AttemptLease | None
+    endpoint: str | None = None
+    """Where it came in. None: `/v1/jobs` for a queued job, else `/v1/chat/completions`."""
+    price_basis_points: int = 10_000
+    """The share of a node's ask at which it runs. The ceiling is in this share already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +140,6 @@ class Close:
     accepted_tokens: int
     busy_ms: int | None
     first_token: bool
-    endpoint: str
     error_code: str | None = None
     error_message: str | None = None
     result: str | None = None

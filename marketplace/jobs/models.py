@@ -21,6 +21,7 @@ class Job(Base):
     __table_args__ = (
         CheckConstraint(f"state in {JOB_STATES}", name="state"),
         CheckConstraint("kind in ('interactive','queued')", name="kind"),
+        CheckConstraint("price_basis_points between 1 and 10000", name="price_basis_points"),
         # Two orders over one queue, so that the head of each renter's line is found without reading the line.
         Index(
             "ix_jobs_queue_age",
@@ -55,6 +56,10 @@ class Job(Base):
     max_cached_input_nano_usd_per_mtok: Mapped[int]
     max_output_nano_usd_per_mtok: Mapped[int]
     """The pinned ceiling: no attempt of this job may cost more, class by class."""
+    endpoint: Mapped[str] = mapped_column(server_default="/v1/chat/completions")
+    """Where it came in, as its outcome row says."""
+    price_basis_points: Mapped[int] = mapped_column(server_default="10000")
+    """The share of a node's ask at which it runs; the ceiling is already in this share."""
     hold_nano: Mapped[int]
     gateway_id: Mapped[str | None]
     """The gateway that holds the client of an interactive job."""

@@ -9,7 +9,7 @@ from string import Template
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Row, Select, TextClause, exists, func, select, text, tuple_, update
+from sqlalchemy import Row, Select, TextClause, and_, exists, func, select, text, tuple_, update
 from sqlalchemy.orm import Session
 
 from marketplace.fleet.models import Node, Offer
@@ -38,9 +38,10 @@ class Dispatch:
     organisation_id: UUID
     key_id: UUID
     kind: str
+    endpoint: str
     variant_id: UUID
     body: dict[str, Any] | None
-    """The chat body of a queued job."""
+    """The body of a queued job, as an engine gets it."""
     prompt_tokens: int
     max_output_tokens: int
     ceiling: Rates
@@ -70,6 +71,8 @@ class Waiting:
     prompt_tokens: int
     max_output_tokens: int
     ceiling: Rates
+    price_basis_points: int
+    """The share of a node's ask at which it runs, and in which its ceiling is."""
     cancel_requested: bool
     waited_s: float
     deadline_left_s: float
@@ -137,6 +140,7 @@ def _dispatch(row: Row[Any]) -> Dispatch:
         organisation_id=job.organisation_id,
         key_id=job.key_id,
         kind=job.kind,
+        endpoint=job.endpoint,
         variant_id=job.variant_id,
         body=job.body,
         prompt_tokens=job.prompt_tokens,
@@ -175,8 +179,10 @@ def _ceiling(job: Job) -> Rates:
 _RUNNABLE = """
     select from unnest(cast(:inputs as bigint[]), cast(:cached as bigint[]), cast(:outputs as bigint[]),
                        cast(:contexts as bigint[])) as o(input, cached, output, context)
-    where o.input <= j.max_input_nano_usd_per_mtok and o.cached <= j.max_cached_input_nano_usd_per_mtok
-      and o.output <= j.max_output_nano_usd_per_mtok and o.context >= j.prompt_tokens + j.max_output_tokens
+    where o.input * j.price_basis_points / 10000 <= j.max_input_nano_usd_per_mtok
+      and o.cached * j.price_basis_points / 10000 <= j.max_cached_input_nano_usd_per_mtok
+      and o.output * j.price_basis_points / 10000 <= j.max_output_nano_usd_per_mtok
+      and o.context >= j.prompt_tokens + j.max_output_tokens
 """
 """The offers, given as four arrays, that are within the price and the context of job `j`."""
 
@@ -328,6 +334,7 @@ def _waiting_columns() -> Any:
         Job.max_input_nano_usd_per_mtok,
         Job.max_cached_input_nano_usd_per_mtok,
         Job.max_output_nano_usd_per_mtok,
+        Job.price_basis_points,
         Job.cancel_requested_at,
         func.extract("epoch", func.now() - Job.created_at).label("waited_s"),
         _seconds_until(Job.deadline_at).label("deadline_left_s"),
@@ -347,6 +354,7 @@ def _waiting(session: Session, statement: Any) -> list[Waiting]:
                 cached_input=row.max_cached_input_nano_usd_per_mtok,
                 output=row.max_output_nano_usd_per_mtok,
             ),
+            price_basis_points=row.price_basis_points,
             cancel_requested=row.cancel_requested_at is not None,
             waited_s=float(row.waited_s),
             deadline_left_s=float(row.deadline_left_s),
@@ -403,11 +411,11 @@ def overdue_jobs(session: Session, *, limit: int) -> list[UUID]:
     return list(session.scalars(statement))
 
 
-def forsaken_jobs(session: Session, *, grace_s: float, limit: int) -> list[tuple[UUID, str]]:
-    """Jobs, with their kind, that count as running although no attempt of theirs is, `grace_s` after their deadline."""
+def forsaken_jobs(session: Session, *, grace_s: float, limit: int) -> list[UUID]:
+    """Jobs that count as running although no attempt of theirs is, `grace_s` after their deadline."""
     living = select(Attempt.job_id).where(Attempt.job_id == Job.id, Attempt.state == "leased")
     statement = (
-        select(Job.id, Job.kind)
+        select(Job.id)
         .where(
             Job.state == "running",
             Job.deadline_at <= func.now() - timedelta(seconds=grace_s),
@@ -416,15 +424,18 @@ def forsaken_jobs(session: Session, *, grace_s: float, limit: int) -> list[tuple
         .order_by(Job.deadline_at)
         .limit(limit)
     )
-    return [(row.id, row.kind) for row in session.execute(statement)]
+    return list(session.scalars(statement))
+
+
+_IS_JOB = and_(Job.kind == "queued", Job.endpoint == "/v1/jobs")
 
 
 # --- what a renter asks -------------------------------------------------------------------------------------------
 
 
 def find(session: Session, organisation_id: UUID, job_id: UUID) -> JobView | None:
-    """That organisation's queued-kind job with that id."""
-    statement = select(Job).where(Job.id == job_id, Job.organisation_id == organisation_id, Job.kind == "queued")
+    """That organisation's job with that id, if it came in as one: not a chat, nor a line of a batch."""
+    statement = select(Job).where(Job.id == job_id, Job.organisation_id == organisation_id, _IS_JOB)
     job = session.scalars(statement).one_or_none()
     return _views(session, [job])[0] if job is not None else None
 
@@ -433,7 +444,7 @@ def page(
     session: Session, organisation_id: UUID, *, after: UUID | None, states: Sequence[str], limit: int
 ) -> list[JobView]:
     """Queued-kind jobs of an organisation, newest first, those older than `after`."""
-    statement = select(Job).where(Job.organisation_id == organisation_id, Job.kind == "queued")
+    statement = select(Job).where(Job.organisation_id == organisation_id, _IS_JOB)
     if states:
         statement = statement.where(Job.state.in_(states))
     if after is not None:

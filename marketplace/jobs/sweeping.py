@@ -28,13 +28,9 @@ from marketplace.metering.tokens import TokenCounts
 CHAT_ENDPOINT: Final = "/v1/chat/completions"
 TEXT_ENDPOINT: Final = "/v1/completions"
 JOBS_ENDPOINT: Final = "/v1/jobs"
+BATCHES_ENDPOINT: Final = "/v1/batches"
 SETTLE_IN_S: Final = 10.0
 """A new job may look stuck while agents connect again; it is judged after this."""
-
-
-def endpoint_of(kind: str) -> str:
-    """Where a job of that kind came in, as its outcome row says."""
-    return JOBS_ENDPOINT if kind == "queued" else CHAT_ENDPOINT
 
 
 def lost_leases(session: Session, *, fee_basis_points: int, limit: int) -> list[Close]:
@@ -63,7 +59,7 @@ def forsaken(session: Session, *, grace_s: float, limit: int) -> list[Close]:
     """Void jobs that count as running without an attempt, `grace_s` after their deadline: a living gateway would have
     ended them before."""
     found = repository.forsaken_jobs(session, grace_s=grace_s, limit=limit)
-    return [close_waiting(job_id, endings.forsaken(), kind=kind) for job_id, kind in found]
+    return [close_waiting(job_id, endings.forsaken()) for job_id in found]
 
 
 def unwanted_or_stuck(
@@ -90,7 +86,7 @@ def stuck_too_long(stuck: Iterable[tuple[UUID, Ending]], ages_s: dict[UUID, floa
     return [close_waiting(job_id, ending) for job_id, ending in stuck if ages_s.get(job_id, 0.0) >= SETTLE_IN_S]
 
 
-def close_waiting(job_id: UUID, ending: Ending, *, kind: str = "queued") -> Close:
+def close_waiting(job_id: UUID, ending: Ending) -> Close:
     """End a job that has no attempt now."""
     assert ending.outcome is not None
     return Close(
@@ -104,7 +100,6 @@ def close_waiting(job_id: UUID, ending: Ending, *, kind: str = "queued") -> Clos
         accepted_tokens=0,
         busy_ms=None,
         first_token=False,
-        endpoint=endpoint_of(kind),
         error_code=ending.error_code,
         error_message=ending.error_message,
     )
@@ -123,7 +118,6 @@ def _close_attempt(attempt: Dispatch, ending: Ending, fee_basis_points: int) -> 
         accepted_tokens=attempt.accepted_tokens,
         busy_ms=None,
         first_token=attempt.accepted_tokens > 0,
-        endpoint=endpoint_of(attempt.kind),
         error_code=ending.error_code,
         error_message=ending.error_message,
         receipt=paid_by_platform(attempt, fee_basis_points) if delivered else None,

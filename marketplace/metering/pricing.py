@@ -30,6 +30,20 @@ class Rates:
             self.input <= ceiling.input and self.cached_input <= ceiling.cached_input and self.output <= ceiling.output
         )
 
+    def at_share(self, basis_points: int) -> Rates:
+        """These rates at so many hundredths of a percent, rounded down class by class."""
+        return Rates(
+            self.input * basis_points // BASIS_POINTS,
+            self.cached_input * basis_points // BASIS_POINTS,
+            self.output * basis_points // BASIS_POINTS,
+        )
+
+    def before_share(self, basis_points: int) -> Rates:
+        """The highest rates that `at_share` brings within these: as a ceiling for what is not yet reduced."""
+        return Rates(
+            *(((rate + 1) * BASIS_POINTS - 1) // basis_points for rate in (self.input, self.cached_input, self.output))
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Priced:

@@ -215,7 +215,6 @@ class Jobs(RuleBasedStateMachine):
                 "accepted_tokens": attempt.accepted_tokens,
                 "busy_ms": 5,
                 "first_token": False,
-                "endpoint": "/v1/jobs",
                 **changes,
             }
         )

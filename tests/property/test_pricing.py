@@ -96,3 +96,10 @@ def test_classes_are_disjoint_and_cover_the_totals(reported: int | None, proven:
     assert tokens.output == output
     assert tokens.input_cached == cached <= prompt
     assert tokens.output_reasoning <= output
+
+
+@given(rates, rates, st.integers(1, 10_000))
+def test_a_ceiling_before_a_share_lets_in_exactly_what_the_share_brings_within_it(
+    asks: Rates, ceiling: Rates, share: int
+) -> None:
+    assert asks.within(ceiling.before_share(share)) == asks.at_share(share).within(ceiling)

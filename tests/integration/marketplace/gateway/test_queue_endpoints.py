@@ -285,7 +285,7 @@ class TestReading:
         receipt = door.world.market.receipt(50)
         door.world.write(
             Close(
-                job_id, attempt.id, 1, "delivered", "complete", "delivered", None, 50, 5, True, "/v1/jobs",
+                job_id, attempt.id, 1, "delivered", "complete", "delivered", None, 50, 5, True,
                 result='{"object":"chat.completion"}', receipt=receipt,
             )
         )  # fmt: skip
@@ -359,7 +359,7 @@ class TestCancelling:
         door.world.connect()
         job_id = door.submit(deadline_s=1).json()["id"]
         job = UUID(hex=job_id.removeprefix("job_"))
-        door.world.write(Close(job, None, 0, "voided", "expired", "expired", None, 0, None, False, "/v1/jobs"))
+        door.world.write(Close(job, None, 0, "voided", "expired", "expired", None, 0, None, False))
         answer = door.call("DELETE", f"/v1/jobs/{job_id}")
         assert (answer.status_code, answer.json()["error"]["code"]) == (409, "job_ended")
 

@@ -39,7 +39,6 @@ def failed(job_id: object, attempt_id: object, epoch: int, fault: str | None = "
         accepted_tokens=0,
         busy_ms=None,
         first_token=False,
-        endpoint="/v1/jobs",
     )
 
 

@@ -128,7 +128,6 @@ class World:
             accepted_tokens=output,
             busy_ms=1,
             first_token=output > 0,
-            endpoint="jobs",
             result='{"choices":[]}',
             receipt=self.market.receipt(output),
         )

@@ -220,7 +220,7 @@ class TestJobsThatFitNowhere:
         with world.factory() as session, session.begin():
             repository.request_cancel(session, job.job_id)
         (attempt,) = world.attempts(job.job_id)
-        world.write(Close(job.job_id, attempt.id, 1, "queued", None, "engine_died", "node", 0, None, False, "/v1/jobs"))
+        world.write(Close(job.job_id, attempt.id, 1, "queued", None, "engine_died", "node", 0, None, False))
         assert world.job(job.job_id).state == "queued"
         run_sweep(world)
         assert world.job(job.job_id).outcome == "cancelled_early"
