@@ -92,14 +92,6 @@ async def measure(services: Services, chat: Inference) -> Measured:
     )
 
 
-async def take_tokens(services: Services, principal: Principal, limits: LimitState, measured: Measured) -> None:
-    """Count the request's worst case against the key's tokens a minute, if those are limited. Raises RateLimited."""
-    limit = principal.tokens_per_minute
-    if limit is not None:
-        least = measured.prompt_tokens + (measured.max_output_tokens if measured.client_bound else 1)
-        await services.limiter.take_tokens(limits, limit, measured.prompt_tokens + measured.max_output_tokens, least)
-
-
 def bound_output(chat: Inference, default: int, prompt_tokens: int, context: int) -> int:
     """The most that the answer may have. Raises ContextLengthExceeded (400)."""
     asked = chat.max_tokens
