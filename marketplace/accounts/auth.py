@@ -7,11 +7,12 @@ one query at a time. Known and refused keys are kept in two separate bounded sto
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 from uuid import UUID
 
 from sqlalchemy import func, select
@@ -36,6 +37,17 @@ MAX_HEADER_CHARACTERS: Final = 4_096
 _CHALLENGE: Final = {"www-authenticate": "Bearer"}
 
 
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+class ModelNotAllowed(Forbidden):
+    code = "model_not_allowed"
+
+
+class AddressNotAllowed(Forbidden):
+    code = "address_not_allowed"
+
+
 @dataclass(frozen=True, slots=True)
 class Principal:
     """A key that may act, and for whom."""
@@ -48,11 +60,41 @@ class Principal:
     roles: frozenset[str]
     requests_per_minute: int
     parallel_requests: int
+    tokens_per_minute: int | None = None
+    models: frozenset[str] | None = None
+    """Ids of the models that it may use; None: all."""
+    networks: tuple[Network, ...] = ()
+    """Where it may come from; none: anywhere."""
+    routing: Mapping[str, Any] | None = None
+    """The `provider` object of its requests that bring none."""
 
     def require(self, *roles: str) -> None:
         """Raise Forbidden unless the key has one of these roles."""
         if self.roles.isdisjoint(roles):
             raise Forbidden(f"This key may not do that: it takes the role {' or '.join(roles)}.")
+
+    def may_use(self, model_id: str) -> bool:
+        """True if the key may use this model."""
+        return self.models is None or model_id in self.models
+
+    def require_model(self, model_id: str) -> None:
+        """Raise ModelNotAllowed unless the key may use this model."""
+        if not self.may_use(model_id):
+            raise ModelNotAllowed(f"This key may not use the model {model_id!r}.", param="model")
+
+    def require_network(self, address: str | None) -> None:
+        """Raise AddressNotAllowed unless the key may come from this IP address; None: it is not known."""
+        if self.networks and not _within(address, self.networks):
+            raise AddressNotAllowed("This key may not be used from your network.")
+
+
+def _within(address: str | None, networks: Sequence[Network]) -> bool:
+    try:
+        known = ipaddress.ip_address(address or "")
+    except ValueError:
+        return False
+    mapped = getattr(known, "ipv4_mapped", None)
+    return any((mapped or known) in network for network in networks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +234,10 @@ def _verdict(key: ApiKey, organisation: Organisation, *, expired: bool) -> Verdi
         roles=frozenset(key.roles),
         requests_per_minute=key.requests_per_minute,
         parallel_requests=key.parallel_requests,
+        tokens_per_minute=key.tokens_per_minute,
+        models=frozenset(key.models) if key.models is not None else None,
+        networks=tuple(ipaddress.ip_network(network) for network in key.networks or ()),
+        routing=key.routing,
     )
 
 

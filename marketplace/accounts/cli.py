@@ -13,6 +13,7 @@ from rich.table import Table
 
 from marketplace.accounts import service
 from marketplace.accounts.models import ApiKey
+from marketplace.core.amounts import nano_of, usd
 from marketplace.core.clock import utcnow
 from marketplace.core.process import command_session
 
@@ -38,6 +39,42 @@ def list_organisations() -> None:
     Console().print(table)
 
 
+@org.command("members")
+def list_members(organisation: Annotated[str, typer.Argument(help="The organisation's name.")]) -> None:
+    """Show an organisation's members."""
+    with command_session() as session:
+        found = service.list_members(session, service.find_organisation(session, organisation).id)
+    table = Table("e-mail", "roles", "since")
+    for row in found:
+        table.add_row(escape(row.email), ", ".join(row.roles), f"{row.created_at:%Y-%m-%d}")
+    Console().print(table)
+
+
+@org.command("add-member")
+def add_member(
+    organisation: Annotated[str, typer.Argument(help="The organisation's name.")],
+    email: Annotated[str, typer.Argument(help="Who.")],
+    *,
+    role: Annotated[list[str] | None, typer.Option(help="renter, owner, finance or operator; repeatable.")] = None,
+) -> None:
+    """Make a person a member, or give a member other roles; keys that need a lost role are revoked."""
+    with command_session() as session:
+        owner = service.find_organisation(session, organisation)
+        member = service.add_member(session, owner.id, email, role or ["renter"])
+        typer.echo(f"{member.email}: {', '.join(member.roles)}")
+
+
+@org.command("remove-member")
+def remove_member(
+    organisation: Annotated[str, typer.Argument(help="The organisation's name.")],
+    email: Annotated[str, typer.Argument(help="Who.")],
+) -> None:
+    """Take a person out, and revoke the keys that were made for them."""
+    with command_session() as session:
+        revoked = service.remove_member(session, service.find_organisation(session, organisation).id, email)
+    typer.echo(f"Removed, and {revoked} keys revoked.")
+
+
 @key.command("create")
 def create_key(
     organisation: Annotated[str, typer.Argument(help="The organisation's name.")],
@@ -46,7 +83,13 @@ def create_key(
     role: Annotated[list[str] | None, typer.Option(help="renter, owner, finance or operator; repeatable.")] = None,
     requests_per_minute: Annotated[int, typer.Option()] = service.DEFAULT_REQUESTS_PER_MINUTE,
     parallel_requests: Annotated[int, typer.Option()] = service.DEFAULT_PARALLEL_REQUESTS,
+    tokens_per_minute: Annotated[int | None, typer.Option(help="Not limited by default.")] = None,
     expires_in_days: Annotated[int | None, typer.Option(min=1, max=3650)] = None,
+    model: Annotated[list[str] | None, typer.Option(help="The only models that it may use; repeatable.")] = None,
+    network: Annotated[list[str] | None, typer.Option(help="The only CIDR blocks to come from; repeatable.")] = None,
+    budget: Annotated[str | None, typer.Option(help="USD that it may spend, such as 25.00.")] = None,
+    budget_period: Annotated[str, typer.Option(help="total, day, week or month.")] = "month",
+    member: Annotated[str | None, typer.Option(help="E-mail of the member that it is for.")] = None,
 ) -> None:
     """Make a key. Its secret is printed on standard output, once: it cannot be shown again."""
     with command_session() as session:
@@ -59,6 +102,11 @@ def create_key(
             requests_per_minute=requests_per_minute,
             parallel_requests=parallel_requests,
             expires_in=None if expires_in_days is None else timedelta(days=expires_in_days),
+            tokens_per_minute=tokens_per_minute,
+            models=model,
+            networks=network,
+            budget=_budget(budget, budget_period),
+            member=None if member is None else service.find_member(session, owner.id, member),
         )
         key_id = created.id
     typer.echo(f"Key {key_id}. Keep the secret: it is shown this once.", err=True)
@@ -78,6 +126,23 @@ def list_keys(organisation: Annotated[str, typer.Argument(help="The organisation
     Console().print(table)
 
 
+@key.command("budget")
+def set_budget(
+    key_id: Annotated[UUID, typer.Argument(help="The key's id, as `key list` shows it.")],
+    amount: Annotated[str, typer.Argument(help="USD that it may spend in a period, or `none`.")],
+    *,
+    period: Annotated[str, typer.Option(help="total, day, week or month.")] = "month",
+) -> None:
+    """Give a key a budget, or take it away. What it spent in the running period stays spent."""
+    with command_session() as session:
+        service.set_budget(session, key_id, None if amount == "none" else _budget(amount, period))
+        state = service.budget_of(session, key_id)
+    if state is None:
+        typer.echo("The key has no budget.")
+    else:
+        typer.echo(f"{usd(state.left_nano)} of {usd(state.limit_nano)} USD left ({state.period}).")
+
+
 @key.command("revoke")
 def revoke_key(key_id: Annotated[UUID, typer.Argument(help="The key's id, as `key list` shows it.")]) -> None:
     """Revoke a key for good. Gateways refuse it within two seconds."""
@@ -85,6 +150,15 @@ def revoke_key(key_id: Annotated[UUID, typer.Argument(help="The key's id, as `ke
         revoked = service.revoke_key(session, key_id)
         shown, revoked_at = revoked.shown_prefix, revoked.revoked_at
     typer.echo(f"Key {shown}… is revoked since {revoked_at:%Y-%m-%d %H:%M:%S %Z}.")
+
+
+def _budget(amount: str | None, period: str) -> service.Budget | None:
+    if amount is None:
+        return None
+    try:
+        return service.Budget(nano_of(amount), period)
+    except ValueError as error:
+        raise service.InvalidAccount(f"{error}.", param="budget") from None
 
 
 def _state(key: ApiKey) -> str:

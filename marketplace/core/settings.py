@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import secrets
 from functools import lru_cache
 from typing import Annotated, Literal
@@ -44,6 +45,9 @@ class Settings(BaseSettings):
     """The platform's share of what a renter pays, in 1/100 of a percent."""
     allow_simulated: bool = False
     """True serves from simulated engines: benches and tests only."""
+
+    trusted_proxies: str = ""
+    """CIDR blocks, comma-separated: what these say in X-Forwarded-For about a client's address is believed."""
 
     body_limit_bytes: int = Field(default=2 * 1024 * 1024, ge=1024)
     header_wait_s: float = 10.0
@@ -112,6 +116,13 @@ class Settings(BaseSettings):
     def _plain_libpq_url(cls, value: str) -> str:
         # People paste SQLAlchemy's form; both mean the same server.
         return value.replace("postgresql+psycopg://", "postgresql://", 1).replace("postgres://", "postgresql://", 1)
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _networks(cls, value: str) -> str:
+        for network in filter(None, value.replace(" ", "").split(",")):
+            ipaddress.ip_network(network)
+        return value.replace(" ", "")
 
     @property
     def sqlalchemy_url(self) -> str:

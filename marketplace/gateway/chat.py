@@ -18,7 +18,6 @@ from marketplace.gateway.http import (
     Receive,
     Scope,
     Send,
-    header,
     new_request_id,
     read_body,
     send_error,
@@ -27,7 +26,7 @@ from marketplace.gateway.interactive import Caller, Interactive, Placement
 from marketplace.gateway.outcomes import Ending
 from marketplace.gateway.outlets import JsonOutlet, StreamOutlet, abort_connection
 from marketplace.gateway.parse import OFFLOAD_BYTES, Inference
-from marketplace.gateway.quote import Measured, measure
+from marketplace.gateway.quote import Measured, measure, take_tokens
 from marketplace.gateway.services import Services
 from marketplace.gateway.surface import Surface
 from marketplace.jobs.states import Outcome
@@ -96,7 +95,7 @@ class ChatApp:
         if scope["method"] != "POST":
             raise MethodNotAllowed("POST")
         services.require_open()
-        principal = await services.authenticator.authenticate(header(scope, b"authorization"))
+        principal = await services.authenticate(scope)
         exchange.principal = principal
         principal.require("renter")
         chat = await self._read(scope, exchange.receive)
@@ -105,12 +104,18 @@ class ChatApp:
         try:
             await self._answer(exchange, principal, limits, chat)
         finally:
-            services.in_background(services.limiter.release(limits))
+            used = exchange.interactive.used_tokens if exchange.interactive is not None else 0
+            services.in_background(services.limiter.release(limits, refused=not exchange.admitted, used_tokens=used))
 
     async def _answer(self, exchange: _Exchange, principal: Principal, limits: LimitState, chat: Inference) -> None:
         services = self._services
-        exchange.headers += [(name.encode(), value.encode()) for name, value in limits.headers().items()]
+        own = len(exchange.headers)
+        exchange.headers += _encoded(limits)
         measured = await measure(services, chat)
+        principal.require_model(measured.variant.model_id)
+        if principal.tokens_per_minute is not None:
+            await take_tokens(services, principal, limits, measured)
+            exchange.headers[own:] = _encoded(limits)
         caller = Caller.now(principal, exchange.request_id, exchange.arrived_at, exchange.keep_answer)
         outlet = exchange.outlet = self._outlet(exchange, caller, chat)
         interactive = exchange.interactive = Interactive(services, caller, measured, outlet, self._surface)
@@ -181,6 +186,10 @@ class ChatApp:
             except FallowError:
                 log.warning("outcome_not_recorded", request_id=exchange.request_id, code=error.code)
         await exchange.fail(error)
+
+
+def _encoded(limits: LimitState) -> list[Header]:
+    return [(name.encode(), value.encode()) for name, value in limits.headers().items()]
 
 
 def refusal_outcome(error: FallowError) -> Outcome:

@@ -23,8 +23,8 @@ def request_id_of(request: Request) -> str:
 
 
 async def caller(request: Request) -> Principal:
-    """Whoever holds the key of this request. Raises Unauthenticated."""
-    return await services_of(request).authenticator.authenticate(request.headers.get("authorization"))
+    """Whoever holds the key of this request. Raises Unauthenticated and AddressNotAllowed."""
+    return await services_of(request).authenticate(request.scope)
 
 
 async def renter(principal: Annotated[Principal, Depends(caller)]) -> Principal:

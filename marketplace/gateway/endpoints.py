@@ -27,43 +27,43 @@ READY_WITHIN_S: Final = 2.0
 
 
 @router.get("/v1/models")
-async def list_models(services: GatewayServices, _: Caller) -> dict[str, Any]:
-    """Every model that is sold, with its lowest live price."""
-    return {"object": "list", "data": [models.model_object(services, view) for view in services.catalog.all()]}
+async def list_models(services: GatewayServices, principal: Caller) -> dict[str, Any]:
+    """Every model that is sold and that the key may use, with its lowest live price."""
+    views = [view for view in services.catalog.all() if principal.may_use(view.model_id)]
+    return {"object": "list", "data": [models.model_object(services, view) for view in views]}
 
 
 @router.get("/v1/models/{model:path}")
-async def show_model(model: str, services: GatewayServices, _: Caller) -> dict[str, Any]:
-    """One model. Raises UnknownModel."""
-    return models.model_object(services, services.catalog.resolve(model))
+async def show_model(model: str, services: GatewayServices, principal: Caller) -> dict[str, Any]:
+    """One model. Raises UnknownModel and ModelNotAllowed."""
+    variant = services.catalog.resolve(model)
+    principal.require_model(variant.model_id)
+    return models.model_object(services, variant)
 
 
 @router.post("/v1/quote")
 async def make_quote(request: Request, services: GatewayServices, principal: Renter) -> dict[str, Any]:
     """What a chat or a text completion would cost, and whether there is room for it now. Nothing is held or charged."""
     chat = await asyncio.to_thread(parse_any, await request.body())
-    limits = await services.limiter.acquire(principal)
-    try:
+    async with services.limited(principal):
         measured = await measure(services, chat)
+        principal.require_model(measured.variant.model_id)
         cached = services.prefixes.held(principal.organisation_id, measured.variant.id, measured.prompt_packed)
         ranked = find_all(services, measured.demand(principal.organisation_id, cached_tokens=cached))
         available_nano, usual = await asyncio.to_thread(
             _purse, services.session_factory, principal.organisation_id, measured.variant.id
         )
         return quote(measured, ranked, Purse(available_nano, usual, cached))
-    finally:
-        services.in_background(services.limiter.release(limits))
 
 
 @router.post("/v1/tokenize")
 async def tokens_of(request: Request, services: GatewayServices, principal: Renter) -> dict[str, Any]:
     """A text or a chat as the model's tokenizer and template read it. Free, and counted against the key's limits."""
     asked = await asyncio.to_thread(parse_tokenize, await request.body())
-    limits = await services.limiter.acquire(principal)
-    try:
-        return await tokenize(services.catalog.resolve(asked.model), asked)
-    finally:
-        services.in_background(services.limiter.release(limits))
+    async with services.limited(principal):
+        variant = services.catalog.resolve(asked.model)
+        principal.require_model(variant.model_id)
+        return await tokenize(variant, asked)
 
 
 def _purse(factory: SessionFactory, organisation_id: UUID, variant_id: UUID) -> tuple[int, tuple[int, int] | None]:
@@ -104,7 +104,7 @@ async def readyz(services: GatewayServices) -> JSONResponse:
 async def figures(request: Request, services: GatewayServices) -> Response:
     """Prometheus's text format: to this machine, or to a key with the role `operator`."""
     if not _is_loopback(request):
-        principal = await services.authenticator.authenticate(request.headers.get("authorization"))
+        principal = await services.authenticate(request.scope)
         principal.require("operator")
     services.metrics.active.set(services.pulse.active)
     return Response(services.metrics.render(), media_type=metrics.CONTENT_TYPE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import ClassVar, Final
 
 from marketplace.core.amounts import usd
 from marketplace.core.errors import BadRequest, FallowError, PaymentRequired, Unavailable
@@ -33,21 +33,32 @@ class NoCapacity(Unavailable):
 class InsufficientBalance(PaymentRequired):
     """The balance does not cover what was asked."""
 
+    source: ClassVar[str] = "is available"
+    cure: ClassVar[str] = "add credit"
+
     def __init__(self, *, needed_nano: int, available_nano: int, affordable_output_tokens: int) -> None:
         shortfall = usd(max(needed_nano - available_nano, 0))
         hint = (
-            f"Set max_tokens to at most {affordable_output_tokens}, or add credit."
+            f"Set max_tokens to at most {affordable_output_tokens}, or {self.cure}."
             if affordable_output_tokens > 0
-            else "Add credit."
+            else f"{self.cure[0].upper()}{self.cure[1:]}."
         )
         super().__init__(
-            f"This request may cost {usd(needed_nano)} USD and {usd(max(available_nano, 0))} USD is available: "
+            f"This request may cost {usd(needed_nano)} USD and {usd(max(available_nano, 0))} USD {self.source}: "
             f"{shortfall} USD short. {hint}",
             needed=usd(needed_nano),
             available=usd(max(available_nano, 0)),
             shortfall=shortfall,
             affordable_output_tokens=affordable_output_tokens,
         )
+
+
+class KeyBudgetExceeded(InsufficientBalance):
+    """The balance would do, but the key may not spend that much."""
+
+    code = "key_budget_exceeded"
+    source = "is left of this key's budget"
+    cure = "raise the key's budget, or wait for its next period"
 
 
 class NodeFailed(FallowError):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
@@ -47,6 +49,32 @@ def header(scope: Scope, name: bytes) -> bytes | None:
             found: bytes = value
             return found
     return None
+
+
+@lru_cache(maxsize=16)
+def _networks(text: str) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:
+    return tuple(ipaddress.ip_network(network) for network in filter(None, text.split(",")))
+
+
+def client_address(scope: Scope, trusted_proxies: str) -> str | None:
+    """The client's IP address; None where there is none. A hop in `trusted_proxies` (CIDR blocks, comma-separated) is
+    believed about the one before it, as X-Forwarded-For names it."""
+    client = scope.get("client")
+    address: str | None = client[0] if client else None
+    proxies = _networks(trusted_proxies)
+    said = [value for key, value in scope["headers"] if key == b"x-forwarded-for"] if proxies else []
+    hops = [hop.strip() for hop in b",".join(said).decode("latin-1").split(",") if hop.strip()]
+    while hops and address is not None and _among(address, proxies):
+        address = hops.pop()
+    return address
+
+
+def _among(address: str, networks: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]) -> bool:
+    try:
+        known = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return any(known in network for network in networks)
 
 
 async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:

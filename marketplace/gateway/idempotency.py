@@ -129,7 +129,7 @@ class Idempotent:
     ) -> tuple[Principal, bytes, Claim]:
         services = self._services
         services.require_open()
-        principal = await services.authenticator.authenticate(header(scope, b"authorization"))
+        principal = await services.authenticate(scope)
         principal.require("renter")
         name = _checked(key)
         body = await read_body(scope, receive, services.settings.body_limit_bytes)

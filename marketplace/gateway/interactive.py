@@ -20,7 +20,7 @@ from marketplace.gateway import kept
 from marketplace.gateway.answer import usage_object
 from marketplace.gateway.attempt import AttemptRun
 from marketplace.gateway.execution import Execution, LeaseLost, Settled, Work
-from marketplace.gateway.failures import InsufficientBalance, NoCapacity, failure, of_lost_lease
+from marketplace.gateway.failures import InsufficientBalance, KeyBudgetExceeded, NoCapacity, failure, of_lost_lease
 from marketplace.gateway.outcomes import Ending, moves_on
 from marketplace.gateway.outlets import JsonOutlet, StreamOutlet
 from marketplace.gateway.quote import Measured, find_all
@@ -89,6 +89,8 @@ class Interactive:
         self._cached_tokens = services.prefixes.held(
             caller.principal.organisation_id, measured.variant.id, measured.prompt_packed
         )
+        self.used_tokens = 0
+        """Of prompt and answer, as they were charged."""
         self.admitted = False
         """True once a hold and a lease exist: from then on the job's own row tells how it ended."""
         self._execution: Execution | None = None
@@ -112,6 +114,7 @@ class Interactive:
         """Reserve a slot, hold the worst case, lease the first attempt. Raises NoCapacity, InsufficientBalance and
         Unavailable; nothing is held then."""
         available_nano: int | None = None
+        by_budget = False
         for _ in range(MAX_ADMISSIONS):
             attempt_id = new_id()
             offer = await self._reserve(attempt_id, most_nano=available_nano)
@@ -126,9 +129,9 @@ class Interactive:
                 return Placement(offer, attempt_id, 1)
             # Awaited: what comes next must see the slot free again.
             await self._services.fleet.reservations.release(offer, attempt_id)
-            available_nano = admitted.available_nano
-            self._afford(offer, available_nano)
-        raise self._short_of_balance(available_nano or 0)
+            available_nano, by_budget = admitted.available_nano, admitted.by_budget
+            self._afford(offer, available_nano, by_budget)
+        raise self._short_of_balance(available_nano or 0, by_budget)
 
     async def _reserve(
         self, attempt_id: UUID, *, ceiling: Rates | None = None, most_nano: int | None = None
@@ -137,6 +140,8 @@ class Interactive:
         services = self._services
         demand = self._demand(ceiling, most_nano)
         ranked = services.fleet.rank(demand)
+        if not ranked.offers and await services.flex.make_room(lambda: services.fleet.view.full(demand)):
+            ranked = services.fleet.rank(demand)
         if not ranked.offers:
             raise NoCapacity(ranked.refusal)
         taken = await services.fleet.reservations.reserve_first(ranked, attempt_id, services.pulse.reservation_s)
@@ -193,9 +198,9 @@ class Interactive:
     def _worst(self, offer: OfferView) -> int:
         return worst_case(offer.rates, self._measured.prompt_tokens, self._max_output)
 
-    def _afford(self, refused: OfferView, available_nano: int) -> None:
-        """The balance does not hold this offer's worst case: another try may take a cheaper one, or, where there is
-        none and the client did not bound the answer, any once it is lowered. Raises InsufficientBalance."""
+    def _afford(self, refused: OfferView, available_nano: int, by_budget: bool) -> None:
+        """Balance or budget do not hold this offer's worst case: another try may take a cheaper one, or, where
+        there is none and the client did not bound the answer, any once it is lowered. Raises InsufficientBalance."""
         offers = find_all(self._services, self._demand()).offers
         if any(self._worst(offer) <= available_nano for offer in offers):
             return
@@ -204,17 +209,18 @@ class Interactive:
         if affordable < 1:
             affordable = max((affordable_output(offer.rates, prompt, available_nano) for offer in offers), default=0)
         if self._measured.client_bound or affordable < 1 or self._caller.principal.credit_account_id is None:
-            raise self._short_of_balance(available_nano)
+            raise self._short_of_balance(available_nano, by_budget)
         self._max_output = min(self._max_output, affordable)
 
     def _offers_now(self) -> Sequence[OfferView]:
         return self._services.fleet.view.offers(self._measured.variant.id)
 
-    def _short_of_balance(self, available_nano: int) -> InsufficientBalance:
+    def _short_of_balance(self, available_nano: int, by_budget: bool) -> InsufficientBalance:
         prompt = self._measured.prompt_tokens
         offers = self._offers_now()
         output = self._max_output if self._measured.client_bound else 1
-        return InsufficientBalance(
+        kind = KeyBudgetExceeded if by_budget else InsufficientBalance
+        return kind(
             needed_nano=min((worst_case(offer.rates, prompt, output) for offer in offers), default=0),
             available_nano=available_nano,
             affordable_output_tokens=min(
@@ -331,6 +337,7 @@ class Interactive:
             self._services.metrics.ttft.observe(run.first_token_at - self._caller.arrived_at)
 
     async def _show(self, settled: Settled) -> None:
+        self.used_tokens = settled.tokens.input + settled.tokens.output
         if settled.outcome is Outcome.COMPLETE:
             await self._finish(settled, settled.finish_reason)
         elif settled.outcome is Outcome.DEADLINE and isinstance(self._outlet, JsonOutlet):

@@ -10,15 +10,16 @@ from fastapi import APIRouter, Query, Request, Response
 from msgspec import Meta, Struct
 
 from marketplace.accounts.auth import Principal
+from marketplace.accounts.limits import LimitState
 from marketplace.core import ids
 from marketplace.core.amounts import nano_per_mtok
 from marketplace.core.errors import BadRequest, FallowError
 from marketplace.core.logs import get_logger
 from marketplace.gateway.chat import refusal_outcome
 from marketplace.gateway.deps import GatewayServices, Renter, RequestId
-from marketplace.gateway.failures import InsufficientBalance
+from marketplace.gateway.failures import InsufficientBalance, KeyBudgetExceeded
 from marketplace.gateway.parse import OFFLOAD_BYTES, ChatBody, ChatRequest, InvalidBody, decode_strict, to_request
-from marketplace.gateway.quote import Measured, measure
+from marketplace.gateway.quote import Measured, measure, take_tokens
 from marketplace.gateway.services import Services
 from marketplace.jobs import service
 from marketplace.jobs.repository import JobView
@@ -70,11 +71,8 @@ async def submit(
     services.require_open()
     submission, chat = await _read(request)
     try:
-        limits = await services.limiter.acquire(principal)
-        try:
-            accepted = await _accept(services, principal, request_id, submission, chat)
-        finally:
-            services.in_background(services.limiter.release(limits))
+        async with services.limited(principal) as limits:
+            accepted = await _accept(services, principal, limits, request_id, submission=submission, chat=chat)
     except FallowError as error:
         await _record_refusal(services, principal, request_id, error)
         raise
@@ -129,9 +127,17 @@ async def cancel(services: GatewayServices, principal: Renter, job_id: str) -> J
 
 
 async def _accept(
-    services: Services, principal: Principal, request_id: str, submission: Submission, chat: ChatRequest
+    services: Services,
+    principal: Principal,
+    limits: LimitState,
+    request_id: str,
+    *,
+    submission: Submission,
+    chat: ChatRequest,
 ) -> Accepted:
     measured = await measure(services, chat)
+    principal.require_model(measured.variant.model_id)
+    await take_tokens(services, principal, limits, measured)
     ceiling = _ceiling(services, measured, submission.max_price)
     account_id = principal.credit_account_id
     if account_id is None:
@@ -153,7 +159,8 @@ async def _accept(
     )
     answer = await _hold(services, order)
     if isinstance(answer, Shortfall):
-        raise InsufficientBalance(
+        kind = KeyBudgetExceeded if answer.by_budget else InsufficientBalance
+        raise kind(
             needed_nano=answer.needed_nano,
             available_nano=answer.available_nano,
             affordable_output_tokens=min(answer.affordable_output_tokens, measured.max_output_tokens),

@@ -8,6 +8,8 @@ from types import MappingProxyType
 from typing import Any
 from uuid import UUID
 
+from marketplace.accounts.auth import Principal
+from marketplace.accounts.limits import LimitState
 from marketplace.catalog.service import VariantView
 from marketplace.core.amounts import usd
 from marketplace.core.errors import BadRequest
@@ -90,6 +92,14 @@ async def measure(services: Services, chat: Inference) -> Measured:
         context=context,
         list_offers=lambda: services.fleet.view.offers(variant.id),
     )
+
+
+async def take_tokens(services: Services, principal: Principal, limits: LimitState, measured: Measured) -> None:
+    """Count the request's worst case against the key's tokens a minute, if those are limited. Raises RateLimited."""
+    limit = principal.tokens_per_minute
+    if limit is not None:
+        least = measured.prompt_tokens + (measured.max_output_tokens if measured.client_bound else 1)
+        await services.limiter.take_tokens(limits, limit, measured.prompt_tokens + measured.max_output_tokens, least)
 
 
 def bound_output(chat: Inference, default: int, prompt_tokens: int, context: int) -> int:

@@ -95,6 +95,8 @@ def make_server(app: Drainable, settings: Settings, *, drain_s: float = DRAIN_S,
         ws="websockets-sansio",
         ws_per_message_deflate=False,
         ws_max_size=MAX_MESSAGE_BYTES,
+        # Whom to believe about a client's address is a setting of ours (see http.client_address).
+        proxy_headers=False,
         access_log=False,
         log_config=None,
         server_header=False,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 from uuid import UUID
 
-from marketplace.accounts.auth import Authenticator
-from marketplace.accounts.limits import Limiter
+from marketplace.accounts.auth import Authenticator, Principal
+from marketplace.accounts.limits import Limiter, LimitState
 from marketplace.catalog.service import Catalog
 from marketplace.core.database import SessionFactory
 from marketplace.core.errors import Unavailable
@@ -24,6 +25,7 @@ from marketplace.fleet.service import Fleet
 from marketplace.gateway.cancels import EarlyCancels
 from marketplace.gateway.demand import DemandNotes
 from marketplace.gateway.giveway import FlexRuns
+from marketplace.gateway.http import Scope, client_address, header
 from marketplace.gateway.metrics import GatewayMetrics
 from marketplace.gateway.prefixes import PrefixMemory
 from marketplace.gateway.pulse import Pulse
@@ -74,6 +76,25 @@ class Services:
     """Queued jobs that run here, and give way."""
     draining: bool = False
     _background: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def authenticate(self, scope: Scope) -> Principal:
+        """Who asks, by the key and by where it comes from. Raises Unauthenticated and AddressNotAllowed."""
+        principal = await self.authenticator.authenticate(header(scope, b"authorization"))
+        if principal.networks:
+            principal.require_network(client_address(scope, self.settings.trusted_proxies))
+        return principal
+
+    @contextlib.asynccontextmanager
+    async def limited(self, principal: Principal) -> AsyncIterator[LimitState]:
+        """One request of this key, counted against its limits; what raises inside gives back all that it took."""
+        limits = await self.limiter.acquire(principal)
+        refused = True
+        try:
+            yield limits
+            refused = False
+        finally:
+            used = limits.tokens.taken if limits.tokens is not None else 0
+            self.in_background(self.limiter.release(limits, refused=refused, used_tokens=used))
 
     def require_open(self) -> None:
         """Raise Draining once the gateway takes no more work."""

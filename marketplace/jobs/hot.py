@@ -60,6 +60,8 @@ class Admitted:
 
     ok: bool
     available_nano: int
+    by_budget: bool = False
+    """True if the key's budget, and not the balance, was too small."""
 
 
 @dataclass(frozen=True, slots=True)

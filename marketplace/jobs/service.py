@@ -80,6 +80,8 @@ class Shortfall:
     available_nano: int
     affordable_output_tokens: int
     """What the balance would cover at this prompt and price; 0: not even one token."""
+    by_budget: bool = False
+    """True if the key's budget, and not the balance, was too small."""
 
 
 async def accept(writer: HotWriter, order: Order, *, hold_margin_s: float) -> Accepted | Shortfall:
@@ -94,7 +96,7 @@ async def accept(writer: HotWriter, order: Order, *, hold_margin_s: float) -> Ac
         if admitted.ok:
             return Accepted(order.job_id, bound, bound < order.max_output_tokens, needed_nano)
         affordable = affordable_output(order.ceiling, order.prompt_tokens, admitted.available_nano)
-        shortfall = Shortfall(needed_nano, admitted.available_nano, affordable)
+        shortfall = Shortfall(needed_nano, admitted.available_nano, affordable, admitted.by_budget)
         if order.bound_asked or affordable < 1:
             return shortfall
         bound = min(bound, affordable)

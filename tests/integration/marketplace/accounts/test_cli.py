@@ -64,3 +64,21 @@ class TestCatalog:
         result = runner.invoke(catalog_cli.app, ["import", str(path), "--model-id", "x"])
         assert result.exit_code == 1
         assert "cannot be sold" in result.output
+
+
+class TestBudgetsAndMembers:
+    def test_a_bounded_key_for_a_member(self) -> None:
+        runner.invoke(cli.org, ["create", "Acme"])
+        added = runner.invoke(cli.org, ["add-member", "Acme", "ann@example.org", "--role", "renter"])
+        assert added.output.strip() == "ann@example.org: renter"
+        bounds = ["--budget", "25.00", "--budget-period", "week", "--network", "10.0.0.0/8", "--model", "tiny"]
+        made = runner.invoke(cli.key, ["create", "Acme", "--member", "ann@example.org", *bounds])
+        assert made.exit_code == 0, made.output
+        key_id = made.stderr.split()[1].rstrip(".")
+        changed = runner.invoke(cli.key, ["budget", key_id, "30", "--period", "week"])
+        assert changed.output.strip() == "30 of 30 USD left (week)."
+        assert "no budget" in runner.invoke(cli.key, ["budget", key_id, "none"]).output
+        assert "ann@example.org" in runner.invoke(cli.org, ["members", "Acme"]).output
+        assert "1 keys revoked" in runner.invoke(cli.org, ["remove-member", "Acme", "ann@example.org"]).output
+        wrong = runner.invoke(cli.key, ["create", "Acme", "--budget", "much"])
+        assert (wrong.exit_code, "Traceback" in wrong.output) == (1, False)

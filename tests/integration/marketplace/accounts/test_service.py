@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection
 from datetime import timedelta
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -131,3 +132,64 @@ class TestKeys:
                     expires_in=expires_in,
                 )
         assert caught.value.param == param
+
+
+class TestMembers:
+    def test_a_member_that_leaves_takes_their_keys_along(self, session_factory: SessionFactory) -> None:
+        with transaction(session_factory) as session:
+            owner = service.create_organisation(session, "Acme")
+            member = service.add_member(session, owner.id, " Ann@Example.org ", ["renter", "finance"])
+            assert member.email == "ann@example.org"
+            theirs, _ = service.create_key(session, owner.id, roles=["renter"], member=member)
+            other, _ = service.create_key(session, owner.id)
+            assert service.remove_member(session, owner.id, "ann@example.org") == 1
+            session.refresh(theirs)
+            assert theirs.revoked_at is not None
+            assert other.revoked_at is None
+            assert service.list_members(session, owner.id) == []
+
+    def test_a_key_has_no_role_that_its_member_lacks(self, session_factory: SessionFactory) -> None:
+        with transaction(session_factory) as session:
+            owner = service.create_organisation(session, "Acme")
+            member = service.add_member(session, owner.id, "ann@example.org", ["renter"])
+            with pytest.raises(service.InvalidAccount):
+                service.create_key(session, owner.id, roles=["finance"], member=member)
+            key, _ = service.create_key(session, owner.id, roles=["renter"], member=member)
+            service.add_member(session, owner.id, "ann@example.org", ["finance"])
+            session.refresh(key)
+            assert key.revoked_at is not None
+
+    @pytest.mark.parametrize("email", ["", "ann", "a b@example.org", "a@b", "x" * 300 + "@example.org"])
+    def test_are_known_by_an_address(self, session_factory: SessionFactory, email: str) -> None:
+        with transaction(session_factory) as session:
+            owner = service.create_organisation(session, "Acme")
+            with pytest.raises(service.InvalidAccount):
+                service.add_member(session, owner.id, email, ["renter"])
+
+
+class TestBoundsOfAKey:
+    @pytest.mark.parametrize(
+        "bounds",
+        [
+            {"networks": ["10.0.0.1/8"]},
+            {"networks": []},
+            {"models": []},
+            {"tokens_per_minute": 0},
+            {"budget": service.Budget(-1)},
+            {"budget": service.Budget(1, "year")},
+        ],
+    )
+    def test_that_cannot_be_are_refused(self, session_factory: SessionFactory, bounds: Any) -> None:
+        with transaction(session_factory) as session:
+            owner = service.create_organisation(session, "Acme")
+            with pytest.raises(service.InvalidAccount):
+                service.create_key(session, owner.id, **bounds)
+
+    def test_a_budget_can_be_changed_and_taken_away(self, session_factory: SessionFactory) -> None:
+        with transaction(session_factory) as session:
+            owner = service.create_organisation(session, "Acme")
+            key, _ = service.create_key(session, owner.id, budget=service.Budget(5))
+            service.set_budget(session, key.id, service.Budget(7, "day"))
+            assert service.budget_of(session, key.id) == service.BudgetState(7, "day", 0, 0)
+            service.set_budget(session, key.id, None)
+            assert service.budget_of(session, key.id) is None
