@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "node": ("marketplace.fleet.cli", "enrolment tokens and nodes"),
     "catalog": ("marketplace.catalog.cli", "models and variants"),
     "finance": ("marketplace.finance.cli", "statements, bills, trial balance, checks"),
+    "simulate": ("marketplace.matching.simulate.cli", "replay demand against a fleet; what would my card have earned"),
     "gateway": ("marketplace.commands:gateway", "the OpenAI-compatible door"),
     "worker": ("marketplace.commands:worker", "the Celery worker"),
     "beat": ("marketplace.commands:beat", "the Celery clock"),
@@ -57,7 +58,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] in ("agent", "ledger", "marketplace"):
             raise
-        extra = "agent" if name == "agent" else "server,embedded"
+        extra = {"agent": "agent", "simulate": "simulate"}.get(name, "server,embedded")
         print(
             f"fallow {name}: the library {error.name!r} is not installed. Mend it with: pip install 'fallow[{extra}]'",
             file=sys.stderr,

@@ -6,13 +6,20 @@ fleet could serve at the target by the formulas of agent.sizing.speed, with owne
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from random import Random
+from statistics import fmean
 from typing import Final
 
 from agent.sizing.devices import DEVICES, DeviceSpec
 from agent.sizing.shape import ModelShape
 from agent.sizing.speed import Load
 from marketplace.matching.simulate.fleet import Fleet, Hours, NodeSpec, capacity_requests_per_s, make_node
+from marketplace.matching.simulate.policies import POLICIES, SIMULATION_RULES, Make, Matcher
+from marketplace.matching.simulate.report import Report, report
 from marketplace.matching.simulate.traces import BLOCK_TOKENS, Trace
+from marketplace.matching.simulate.world import simulate
 from marketplace.metering.pricing import Rates
 
 LLAMA_8B_FP8: Final = ModelShape(
@@ -26,6 +33,8 @@ LLAMA_8B_FP8: Final = ModelShape(
     kv_elements_per_token=65_536,
     context_train=131_072,
 )
+CHEAP_MONEY_S: Final = 4.0
+"""What money is worth to a renter who sorts by price: see SORT_FACTOR of the rules."""
 LOADS: Final = (0.5, 0.8, 1.1)
 SEEDS: Final = (1, 2, 3, 4, 5)
 HOME: Final = Hours(on_s=40 * 60, off_s=25 * 60)
@@ -103,3 +112,136 @@ def pooled_hit_rate(trace: Trace, kv_tokens: float) -> float:
         while len(held) > room:
             del held[next(iter(held))]
     return min(hits / tokens, 1.0) if tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A figure over the seeds."""
+
+    mean: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """Raises ValueError for none."""
+        found = list(values)
+        return cls(fmean(found), min(found), max(found))
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One policy under one load of one trace."""
+
+    trace: str
+    load: float
+    policy: str
+    seeds: int
+    of_bound: Spread
+    """Goodput over what hindsight could have delivered."""
+    in_time: Spread
+    """Part of the offered tokens."""
+    goodput_tokens_per_s: Spread
+    usd_per_mtok: Spread
+    usd_per_mtok_in_time: Spread
+    ttft_p50_s: Spread
+    ttft_p95_s: Spread
+    ttft_p99_s: Spread
+    tpot_p50_s: Spread
+    tpot_p95_s: Spread
+    tpot_p99_s: Spread
+    busiest_over_mean: Spread
+    prefix_hit_rate: Spread
+    owners_net_usd_per_h: Spread
+    """Per offered hour, all owners together, after fee and energy."""
+    refused: Spread
+    interrupted: Spread
+    cold_loads: Spread
+    refused_long: Spread
+    """Part of the refused whose prompts are longer than the trace's mean."""
+
+
+def cheap_matcher(fleet: Fleet, rng: Random) -> Matcher:
+    """The real matcher for renters who sort by price."""
+    rules = SIMULATION_RULES
+    matcher = Matcher(fleet, rng, replace(rules, interactive=replace(rules.interactive, money_s=CHEAP_MONEY_S)))
+    matcher.name = "fallow, sort by price"
+    return matcher
+
+
+CONTESTANTS: Final[tuple[Make, ...]] = (
+    POLICIES["fallow"],
+    cheap_matcher,
+    *(make for name, make in POLICIES.items() if name != "fallow"),
+)
+
+
+def run_benchmark(
+    trace: Trace,
+    *,
+    loads: Iterable[float] = LOADS,
+    seeds: Iterable[int] = SEEDS,
+    contestants: Iterable[Make] = CONTESTANTS,
+    bound: Callable[[Fleet, Trace, int], float],
+    progress: Callable[[str], None] = lambda _: None,
+) -> Iterator[tuple[Cell, list[Report]]]:
+    """All cells of one trace. `bound` tells the most tokens a second that hindsight could have delivered."""
+    fleet = benchmark_fleet()
+    capacity = capacity_requests(fleet, trace)
+    seeds, contestants = list(seeds), list(contestants)
+    for load in loads:
+        scaled = trace.at_rate(capacity * load)
+        most = {}
+        for seed in seeds:
+            progress(f"{trace.name} at {load:g}: what hindsight could do, seed {seed}")
+            most[seed] = bound(fleet, scaled, seed)
+        for make in contestants:
+            reports = []
+            for seed in seeds:
+                progress(f"{trace.name} at {load:g}: {_name(make)}, seed {seed}")
+                reports.append(report(simulate(fleet, scaled, make, seed)))
+            yield _cell(trace, load, reports, most), reports
+
+
+def _name(make: Make) -> str:
+    return str(getattr(make, "name", getattr(make, "__name__", "policy")))
+
+
+def _cell(trace: Trace, load: float, reports: list[Report], most: dict[int, float]) -> Cell:
+    def spread(figure: Callable[[Report], float]) -> Spread:
+        return Spread.of(figure(one) for one in reports)
+
+    def long_part(one: Report) -> float:
+        long = sum(size.refused for size in one.refused_by_size if (size.below_tokens or 10**9) > mean)
+        return long / one.refused if one.refused else 0.0
+
+    mean = trace.mean_prompt_tokens
+    return Cell(
+        trace=trace.name,
+        load=load,
+        policy=reports[0].policy,
+        seeds=len(reports),
+        of_bound=spread(lambda one: one.goodput_tokens_per_s / most[one.seed] if most[one.seed] else 1.0),
+        in_time=spread(lambda one: one.in_time),
+        goodput_tokens_per_s=spread(lambda one: one.goodput_tokens_per_s),
+        usd_per_mtok=spread(lambda one: one.usd_per_mtok),
+        usd_per_mtok_in_time=spread(lambda one: one.usd_per_mtok_in_time),
+        ttft_p50_s=spread(lambda one: one.ttft_s.p50),
+        ttft_p95_s=spread(lambda one: one.ttft_s.p95),
+        ttft_p99_s=spread(lambda one: one.ttft_s.p99),
+        tpot_p50_s=spread(lambda one: one.tpot_s.p50),
+        tpot_p95_s=spread(lambda one: one.tpot_s.p95),
+        tpot_p99_s=spread(lambda one: one.tpot_s.p99),
+        busiest_over_mean=spread(lambda one: one.busiest_over_mean),
+        prefix_hit_rate=spread(lambda one: one.prefix_hit_rate),
+        owners_net_usd_per_h=spread(_net_per_hour),
+        refused=spread(lambda one: one.refused),
+        interrupted=spread(lambda one: one.interrupted),
+        cold_loads=spread(lambda one: one.cold_loads),
+        refused_long=spread(long_part),
+    )
+
+
+def _net_per_hour(one: Report) -> float:
+    hours = sum(owner.offered_h for owner in one.owners)
+    return sum(owner.net_usd for owner in one.owners) / hours if hours else 0.0

@@ -9,6 +9,9 @@ at least so many of them:
 
 Nothing is paid for batching badly, for waiting, for not knowing the future, or for moving. A card on which the request
 alone would miss its target cannot take any of it. So no schedule can deliver more, and a good one delivers less.
+
+A slice is longer than most targets, so that bound forgives bursts. The strict one does not: half-second slices, and the
+prompt has to be read by the latest useful first token (writing, which may come later, is then not counted at all).
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from marketplace.matching.simulate.traces import BLOCK_TOKENS, Request, Trace
 from marketplace.matching.simulate.world import hours_of
 
 SLICE_S: Final = 10.0
+STRICT_SLICE_S: Final = 0.5
 MAX_COLUMNS: Final = 20_000_000
 
 
@@ -49,25 +53,30 @@ class _Kind:
     """Offered in each slice, by all nodes of the kind."""
 
 
-def hindsight(fleet: Fleet, trace: Trace, seed: int, slice_s: float = SLICE_S) -> Bound:
+def hindsight(fleet: Fleet, trace: Trace, seed: int, *, strict: bool = False) -> Bound:
     """The bound for a trace, with the owners' hours of this seed. Raises ValueError for a problem too large."""
     requests = trace.requests
-    horizon_s = max((_latest_s(fleet, request) for request in requests), default=0.0)
+    slice_s = STRICT_SLICE_S if strict else SLICE_S
+    latest = [_latest_s(fleet, request, strict) for request in requests]
+    horizon_s = max(latest, default=0.0)
     slices = max(1, math.ceil(horizon_s / slice_s))
     kinds = _kinds(fleet, trace, seed, slices, slice_s)
     cached = first_use(trace)
     columns = _Columns()
     for number, request in enumerate(requests):
-        first, last = int(request.at_s // slice_s), min(slices - 1, int(_latest_s(fleet, request) // slice_s))
+        first, last = int(request.at_s // slice_s), min(slices - 1, int(latest[number] // slice_s))
         for place, kind in enumerate(kinds):
-            seconds = _seconds(kind.node, request, cached[number], fleet)
+            seconds = _seconds(kind.node, request, cached[number], fleet, strict)
             if seconds is not None:
                 columns.add(number, place * slices + first, last - first + 1, seconds, request)
         if len(columns.gain) > MAX_COLUMNS:
             raise ValueError("too many requests and slices for one linear programme")
     offered = sum(request.prompt_tokens + request.output_tokens for request in requests)
     room = np.array([seconds for kind in kinds for seconds in kind.seconds])
-    tokens = columns.solve(len(requests), room)
+    # Where all of it fits, that is the most, and no programme need be solved to know it.
+    tokens = columns.all_of_it(room)
+    if tokens is None:
+        tokens = columns.solve(len(requests), room)
     return Bound(tokens, offered, tokens / trace.duration_s if trace.duration_s else 0.0)
 
 
@@ -86,12 +95,14 @@ def first_use(trace: Trace) -> list[int]:
     return found
 
 
-def _latest_s(fleet: Fleet, request: Request) -> float:
+def _latest_s(fleet: Fleet, request: Request, strict: bool) -> float:
     target = fleet.target
+    if strict:
+        return request.at_s + target.ttft_s(request.prompt_tokens) - fleet.network_s
     return request.at_s + target.ttft_s(request.prompt_tokens) + (request.output_tokens - 1) * target.tpot_s
 
 
-def _seconds(node: NodeSpec, request: Request, cached: int, fleet: Fleet) -> float | None:
+def _seconds(node: NodeSpec, request: Request, cached: int, fleet: Fleet, strict: bool) -> float | None:
     """What a request takes of a card at least; None if it alone would miss its target there."""
     prompt, output = request.prompt_tokens, request.output_tokens
     if prompt + output > node.context_per_slot:
@@ -104,7 +115,7 @@ def _seconds(node: NodeSpec, request: Request, cached: int, fleet: Fleet) -> flo
         return None
     if output > 1 and cost.step_s(1, context) > fleet.target.tpot_s:
         return None
-    steps = output - 1
+    steps = 0 if strict else output - 1
     return reading + steps * context * ((cost.weights_s + cost.fixed_s) / node.kv_tokens + cost.kv_s)
 
 
@@ -139,6 +150,24 @@ class _Columns:
         self.use += [seconds] * count
         self.gain += [float(request.prompt_tokens + request.output_tokens)] * count
 
+    def all_of_it(self, room: np.ndarray[Any, Any]) -> float | None:
+        """The gain of everything, if filling up in order of arrival finds room for all; None if it does not."""
+        left = room.tolist()
+        total = 0.0
+        place, count = 0, len(self.gain)
+        while place < count:
+            number, part = self.request[place], 1.0
+            total += self.gain[place]
+            while place < count and self.request[place] == number:
+                slot, use = self.slot[place], self.use[place]
+                taken = min(part, left[slot] / use) if use > 0 else part
+                left[slot] -= taken * use
+                part -= taken
+                place += 1
+            if part > 1e-12:
+                return None
+        return total
+
     def solve(self, requests: int, room: np.ndarray[Any, Any]) -> float:
         """The most tokens."""
         count = len(self.gain)
@@ -151,7 +180,7 @@ class _Columns:
         limits = np.concatenate([np.ones(requests), room])
         gain = np.array(self.gain)
         scale = gain.max()
-        solved = linprog(-gain / scale, A_ub=matrix, b_ub=limits, bounds=(0, None), method="highs")
+        solved = linprog(-gain / scale, A_ub=matrix, b_ub=limits, bounds=(0, None), method="highs-ipm")
         if solved.status != 0:
             raise ValueError(f"the linear programme was not solved: {solved.message}")
         return float(-solved.fun * scale)

@@ -149,3 +149,23 @@ def _request(at_s: float, prompt: Any, output: Any, blocks: tuple[int, ...]) -> 
 def _bound(number: int) -> None:
     if number > MAX_REQUESTS:
         raise TraceError(f"more than {MAX_REQUESTS} requests")
+
+
+def write_trace(trace: Trace, path: Path) -> None:
+    """The trace as a file that `read_trace` reads: .csv as Azure's (prefix blocks are lost), else JSON lines."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        if path.suffix == ".csv":
+            rows = csv.writer(file, lineterminator="\n")
+            rows.writerow(("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
+            for request in trace.requests:
+                at = datetime.fromtimestamp(request.at_s, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")
+                rows.writerow((at, request.prompt_tokens, request.output_tokens))
+            return
+        for request in trace.requests:
+            row = {
+                "timestamp": round(request.at_s * 1e3, 3),
+                "input_length": request.prompt_tokens,
+                "output_length": request.output_tokens,
+                "hash_ids": list(request.blocks),
+            }
+            file.write(json.dumps(row) + "\n")
