@@ -23,7 +23,7 @@ def main() -> int:
     trim.begin()
     configure(os.environ.get(LEVEL_VARIABLE, "INFO"))
     try:
-        return asyncio.run(serve(Path(sys.argv[1]), url=os.environ.get(URL_VARIABLE) or None))
+        return asyncio.run(serve(Path(sys.argv[1]).absolute(), url=os.environ.get(URL_VARIABLE) or None))
     except (ConfigError, IdentityError, AlreadyRunning) as error:
         print(error, file=sys.stderr)
     except PermissionError as error:

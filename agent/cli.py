@@ -35,16 +35,23 @@ from agent.protocol import DeviceReport
 from agent.telemetry import nvml
 from agent.telemetry.cpu import CpuSource
 from agent.version import version
-from agent.weights import HashStore, is_url, locate
+from agent.weights import PACKAGE_PREFIX, HashStore, is_url, locate
 
 TOP_EVERY_S: Final = 1.0
 DRAIN_SPARE_S: Final = 30.0
 
 app = typer.Typer(
-    help="Put this machine's idle GPU, or CPU, to work.", no_args_is_help=True, pretty_exceptions_enable=False
+    help="Put this machine's idle GPU, or CPU, to work.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
 )
+# Resolved: engines run in folders of their own, where a relative path would lead elsewhere.
 HomeOption = Annotated[
-    Path | None, typer.Option("--dir", help="The agent's folder; default: FALLOW_AGENT_DIR, or your data folder.")
+    Path | None,
+    typer.Option(
+        "--dir", resolve_path=True, help="The agent's folder; default: FALLOW_AGENT_DIR, or your data folder."
+    ),
 ]
 _console = Console(highlight=False)
 _errors = Console(stderr=True, highlight=False)
@@ -85,7 +92,7 @@ def enroll(
     """Join this machine to your organisation, once. Writes config.toml for you to edit."""
     home = home or configuration.default_home()
     initial = Initial(
-        weights=weights,
+        weights=_lasting(weights),
         engine=engine,
         engine_url=engine_url,
         device=device,
@@ -117,6 +124,12 @@ def enroll(
         markup=False,
         soft_wrap=True,
     )
+
+
+def _lasting(weights: str) -> str:
+    """The same weights, from wherever the agent is started: a path that leads to a file from here is made absolute."""
+    path = Path(weights).expanduser()
+    return str(path.absolute()) if not weights.startswith(PACKAGE_PREFIX) and path.exists() else weights
 
 
 @app.command()
@@ -157,17 +170,22 @@ def status(
         }
         print(msgspec.json.encode(report).decode())
     elif known is None:
-        _console.print(f"Not enrolled ({home}).", markup=False, soft_wrap=True)
+        _console.print(
+            f"Not enrolled ({home}). Join with `fallow agent enroll`, or name another folder with --dir.",
+            markup=False,
+            soft_wrap=True,
+        )
     else:
-        _print_status(known, found if running else None, folder.paused(home))
+        _print_status(home, known, found if running else None)
     if not running:
         raise typer.Exit(3)
 
 
-def _print_status(known: identities.IdentityFile, found: Status | None, paused: bool) -> None:
+def _print_status(home: Path, known: identities.IdentityFile, found: Status | None) -> None:
     lines = [f"Node {known.node_id} ({known.name}) of {known.organisation}"]
     if found is None:
-        lines.append("Not running." + (" Paused." if paused else ""))
+        lines.append("Not running." + (" Paused." if folder.paused(home) else ""))
+        lines.append(f"Start it with: fallow agent run --dir {home}")
     else:
         lines += screen.status_lines(found)
     for line in lines:
@@ -275,6 +293,8 @@ def fetch(home: HomeOption = None) -> None:
         paths = asyncio.run(fetch_missing(home, configuration.load(home), told))
     for path in paths:
         _console.print(f"{path} is here.", markup=False, soft_wrap=True)
+    if not paths:
+        _console.print("config.toml names no weights by address: there is nothing to fetch.", markup=False)
 
 
 @app.command()

@@ -132,7 +132,7 @@ class Client:
             await socket.close()
 
     def _note_loss(self, reason: str) -> None:
-        if reason != self.last_error:
+        if reason != self.last_error and not self._leaving:
             log.warning("gateway_away url=%s reason=%r", self._url, reason)
         self.last_error = reason
 

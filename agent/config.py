@@ -46,7 +46,7 @@ def default_home() -> Path:
     """The agent's folder when none is named: FALLOW_AGENT_DIR, or the user's data folder."""
     named = os.environ.get("FALLOW_AGENT_DIR")
     if named:
-        return Path(named)
+        return Path(named).absolute()
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Application Support" / "fallow" / "agent"
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "fallow" / "agent"

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Final, Literal
 
@@ -109,8 +110,12 @@ def _agent(home: Path) -> Iterator[Check]:
     elif not status.connected:
         yield Check("agent", "problem", f"not connected: {status.last_error}", "See the check named marketplace.")
     else:
-        why = "taking work" if status.available else f"taking no work: {status.unavailable_reason}"
-        yield Check("agent", "ok", f"connected, {why}")
+        takes_work, reason = folder.standing(status)
+        why = "taking work" if takes_work else f"taking no work: {reason}"
+        yield Check("agent", "ok" if takes_work or not status.available else "note", f"connected, {why}")
+        for offer in status.offers:
+            if status.available and offer.phase != "ready" and offer.last_error:
+                yield Check("engine", "problem", offer.last_error, "It is tried again, ever less often; see the log.")
     for problem in status.problems if status is not None else ():
         yield Check("agent", "problem", problem, "See the checks below.")
 
@@ -231,7 +236,11 @@ def _marketplace(home: Path) -> Iterator[Check]:
         remedy = "Check the network, a proxy, a firewall that forbids outgoing connections, and the address."
         yield Check("marketplace", "problem", f"{known.url} does not answer: {error or 'no answer in time'}", remedy)
         return
-    yield Check("marketplace", "ok", f"{known.url} answers in {(time.monotonic() - began) * 1000:.0f} ms ({status})")
+    answered = f"{known.url} answers in {(time.monotonic() - began) * 1000:.0f} ms"
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        yield Check("marketplace", "problem", f"{answered}, with error {status}", "It is in trouble: try again later.")
+    else:
+        yield Check("marketplace", "ok", answered)
     if date is not None and abs(date - time.time()) > MAX_CLOCK_ERROR_S:
         told = f"this machine's clock is {time.time() - date:+.0f} s off"
         yield Check("clock", "problem", told, "Switch on time synchronisation: hours and tariffs go by this clock.")

@@ -192,6 +192,16 @@ def read_status(home: Path) -> Status | None:
         return None
 
 
+def standing(status: Status) -> tuple[bool, str]:
+    """Whether a running agent can take work, and if not, why: without an engine that is ready it cannot either."""
+    if not status.available:
+        return False, status.unavailable_reason
+    if status.offers and all(offer.phase != "ready" for offer in status.offers):
+        starting = any(offer.phase == "starting" for offer in status.offers)
+        return False, "its engine is starting" if starting else "no engine of it is ready"
+    return True, ""
+
+
 def is_fresh(status: Status) -> bool:
     """True if the agent that wrote it is likely to be alive and well."""
     return time.time() - status.written_at_s <= STATUS_STALE_S

@@ -25,7 +25,8 @@ def status_lines(found: Status) -> list[str]:
     lines = [f"Running for {minutes} min (process {found.pid}), {link}"]
     if not folder.is_fresh(found):
         lines.append(f"It has not said anything for {time.time() - found.written_at_s:.0f} s.")
-    lines.append("Taking work" if found.available else f"Taking no work: {found.unavailable_reason}")
+    takes_work, reason = folder.standing(found)
+    lines.append("Taking work" if takes_work else f"Taking no work: {reason}")
     lines += [f"  held: {hold.scope[:40]} ({hold.action}): {hold.reason}" for hold in found.holds if hold.scope]
     lines += [f"  look at this: {problem}" for problem in found.problems]
     for offer in found.offers:
@@ -50,7 +51,8 @@ def top(found: Status | None, running: bool) -> RenderableType:
     """The live view: cards, engines, answers that are being made, what they come to."""
     if found is None or not running:
         return Text("The agent does not run.", style="yellow")
-    state = Text("taking work", style="green") if found.available else Text(found.unavailable_reason, style="yellow")
+    takes_work, reason = folder.standing(found)
+    state = Text("taking work", style="green") if takes_work else Text(reason, style="yellow")
     link = Text("connected", style="green") if found.connected else Text(found.last_error or "connecting", style="red")
     head = Text.assemble(f"node {found.node_id[:8]}  ", link, "  ", state)
     head.append(f"   today {usd(found.earned_today_nano_usd)} USD by your asks, before the fee")

@@ -82,6 +82,22 @@ class TestStatus:
         ):
             assert words in result.output
 
+    def test_of_an_agent_whose_engine_fails_claims_no_work(self, home: Path) -> None:
+        lock = Lock(home)
+        lock.take()
+        folder.write_status(home, status_of(available=True, unavailable_reason="", connected=True))
+        told = [runner.invoke(app, [name, "--dir", str(home)]).output for name in ("status", "doctor")]
+        lock.release()
+        assert "Taking no work: no engine of it is ready" in told[0]
+        assert "PROBLEM engine: out of memory [/nonsense]" in told[1]
+
+    def test_of_a_stopped_agent_names_what_starts_it_wherever_one_stands(
+        self, home: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(home.parent)
+        result = runner.invoke(app, ["status", "--dir", home.name])
+        assert f"fallow agent run --dir {home.resolve()}" in result.output.replace("\n", "")
+
     def test_of_an_agent_that_fell_silent_says_so(self, home: Path) -> None:
         lock = Lock(home)
         lock.take()
@@ -173,6 +189,7 @@ class TestTop:
             status_of(
                 available=True,
                 unavailable_reason="",
+                offers=[OfferStatus("c" * 64, "ready", "llama.cpp", False, 2, 1, 2048, "")],
                 devices=[card, blank],
                 attempts=[folder.AttemptStatus("c" * 64, 3.0, 17)],
                 energy=[folder.EnergyStatus("GPU-0001", "counter", 7_200_000, 60)],
