@@ -18,6 +18,7 @@ from rich.table import Table
 from sqlalchemy.orm import Session
 
 from marketplace.accounts.service import find_organisation
+from marketplace.core import tables
 from marketplace.core.clock import utcnow
 from marketplace.core.database import transaction
 from marketplace.core.errors import BadRequest, FallowError
@@ -131,8 +132,12 @@ def export(
     with _reading() as session:
         bounds = _period(period, zone)
         if out.suffix.lower() == ".beancount":
+            if owner is not None or renter is not None or receipts:
+                raise service.InvalidFormat("The books are written whole: no --owner, --renter or --receipts.")
             written_to = _write_lines(reports.books(session, bounds), out)
         elif receipts:
+            if out.suffix.lower() != ".csv":
+                raise service.InvalidFormat("Receipts are written as .csv.")
             owner_id = find_organisation(session, owner).id if owner else None
             renter_id = find_organisation(session, renter).id if renter else None
             written_to = _write_receipts(session, trace.Line(owner_id, renter_id, bounds), out)
@@ -257,7 +262,7 @@ def trial_balance(
         table.add_row(escape(row.code), row.kind.value, *amounts)
     for currency, (debits, credits_) in trial.totals.items():
         table.add_row(f"total {currency}", "", usd(debits), usd(credits_), usd(debits - credits_), style="bold")
-    Console().print(table)
+    tables.show(table)
     if not trial.balanced:
         _fail("Debits and credits differ.")
 
@@ -301,7 +306,8 @@ def _working(text: str) -> Iterator[None]:
 def _progress(unit: str) -> Iterator[Callable[[int], None]]:
     """A count that people see grow, on standard error."""
     columns = (SpinnerColumn(), TextColumn("{task.completed:,}"), TextColumn(unit), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(unit, total=None)
         yield lambda count: progress.update(task, completed=count)
 

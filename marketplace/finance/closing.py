@@ -74,11 +74,11 @@ def close_period(
     Each step commits. After a crash between two of them the same call goes on where it stopped.
     """
     with told():
+        # In one transaction: a period that may not close yet must not stay behind and stand in the way of others.
         with transaction(factory) as session:
             view = ledger.open_period(session, period.start, period.end)
-        if view.state == "open":
-            say("waiting for whoever is posting")
-            with transaction(factory) as session:
+            if view.state == "open":
+                say("waiting for whoever is posting")
                 view = ledger.begin_close(session, view.period_id)
         if view.state != "closed":
             say("sealing the chain and keeping the snapshot")

@@ -88,7 +88,16 @@ class TestExports:
         checked = subprocess.run([Path(sys.executable).with_name("bean-check"), path], check=False, capture_output=True)
         assert (checked.returncode, checked.stdout + checked.stderr) == (0, b"")
 
-    @pytest.mark.parametrize("arguments", [["x.pdf"], ["x.docx", "--owner", "Olive's GPUs"], ["/dev/full"]])
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ["x.pdf"],
+            ["x.docx", "--owner", "Olive's GPUs"],
+            ["/dev/full"],
+            ["x.xlsx", "--owner", "Olive's GPUs", "--receipts"],
+            ["x.beancount", "--owner", "Olive's GPUs"],
+        ],
+    )
     def test_what_cannot_be_written_says_why(self, run: CliRunner, tmp_path: Path, arguments: list[str]) -> None:
         result = run.invoke(cli.app, ["export", str(tmp_path / arguments[0]), *arguments[1:]])
         assert result.exit_code == 1
@@ -113,6 +122,11 @@ class TestBooks:
         result = run.invoke(cli.app, ["close", "2020-06"])
         assert result.exit_code == 1
         assert result.output.startswith("fallow finance: ")
+
+    def test_a_period_that_cannot_close_yet_stands_in_the_way_of_none(self, run: CliRunner) -> None:
+        assert run.invoke(cli.app, ["close", "2199-03-14"]).exit_code == 1
+        result = run.invoke(cli.app, ["close", "2020-03"])
+        assert result.exit_code == 0, result.output
 
     def test_tampering_ends_verify_with_an_error(self, run: CliRunner, session: Session) -> None:
         session.execute(text("alter table ledger_postings disable trigger all"))
