@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
@@ -14,6 +13,7 @@ from sqlalchemy import select
 
 from marketplace.catalog import importer
 from marketplace.catalog.models import Variant
+from marketplace.core import tables
 from marketplace.core.process import command_session
 
 app = typer.Typer(help="Models and their variants.", no_args_is_help=True, add_completion=False)
@@ -60,5 +60,5 @@ def list_variants() -> None:
     table = Table("model", "quantisation", "MB", "context", "tokenizer", "sha256")
     for model_id, quantisation, size_bytes, context, kind, sha256 in found:
         size = f"{size_bytes / 1e6:,.0f}"
-        table.add_row(escape(model_id), quantisation, size, f"{context:,}", kind, sha256[:16])
-    Console().print(table)
+        table.add_row(escape(model_id), quantisation, size, f"{context:,}", kind, sha256)
+    tables.show(table)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from uuid import UUID
@@ -24,6 +24,10 @@ class BillLine:
     tokens: int
     rate_nano_usd_per_mtok: int
     amount_nano: int
+
+    def joined(self, other: BillLine) -> BillLine:
+        """Both as one: the same lever of the same model at the same price."""
+        return replace(self, tokens=self.tokens + other.tokens, amount_nano=self.amount_nano + other.amount_nano)
 
     @property
     def rate_usd(self) -> str:
@@ -78,8 +82,12 @@ class RenterBill:
 
     @property
     def lines(self) -> tuple[BillLine, ...]:
-        """Every lever of every model and price."""
-        return tuple(line for use in self.uses for line in use.lines)
+        """Every lever of every model, a line for each price. Owners who ask the same share a line."""
+        lines: dict[tuple[str, str, int], BillLine] = {}
+        for line in (line for use in self.uses for line in use.lines):
+            key = (line.model_id, line.lever, line.rate_nano_usd_per_mtok)
+            lines[key] = lines[key].joined(line) if key in lines else line
+        return tuple(lines.values())
 
     @property
     def tokens(self) -> Tokens:

@@ -7,7 +7,6 @@ from typing import Annotated
 from uuid import UUID
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 import ledger
@@ -17,6 +16,7 @@ from marketplace.billing.desk import Desk
 from marketplace.billing.models import Payout
 from marketplace.billing.payments import minor, port
 from marketplace.billing.payments.factory import claim_books, make_payments
+from marketplace.core import tables
 from marketplace.core.process import session_factory
 from marketplace.core.settings import get_settings
 
@@ -67,7 +67,7 @@ def status(
     for each in found:
         name = str(each.statement["owner"])
         table.add_row(each.id.hex, name, _usd(each), each.state, f"{each.created_at:%Y-%m-%d}", each.failure or "")
-    Console().print(table)
+    tables.show(table)
     for each in found if owner is not None else ():
         typer.echo(f"\nStatement of {each.id.hex} ({each.statement['run']})")
         for line, amount in each.statement["amounts"].items():
@@ -99,7 +99,7 @@ def list_events(
     table = Table("id", "event", "type", "state", "tries", "error")
     for each in desk.write(lambda session: inbox.read_events(session, state)):
         table.add_row(str(each.id), each.event_id, each.type, each.state, str(each.attempts), each.error or "")
-    Console().print(table)
+    tables.show(table)
 
 
 @webhooks_app.command()
@@ -198,4 +198,4 @@ def _print_plans(plans: list[payouts.Plan]) -> None:
             due.netted_nano,
         )
         table.add_row(plan.owner_name, *(ledger.format_nano(nano) for nano in amounts), note)
-    Console().print(table)
+    tables.show(table)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 import ledger
+from marketplace.core import tables
 from marketplace.finance import trace
 from marketplace.finance.bill import RenterBill
 from marketplace.finance.document import Cell, Document, Format, plain
@@ -19,7 +19,7 @@ from marketplace.finance.summary import duration, energy, share, summary, usd
 
 
 def print_document(document: Document) -> None:
-    console = Console()
+    console = tables.console()
     console.print(f"[bold]{escape(document.title)}[/bold]  {escape(document.party)}  {document.period}")
     for fact in document.facts:
         console.print(f"  {fact.name:<34} {shown(fact.value, fact.format)}", markup=False, highlight=False)
@@ -31,7 +31,7 @@ def print_document(document: Document) -> None:
         if sheet.total is not None:
             cells = (shown(cell, column.format) for cell, column in zip(sheet.total, sheet.columns, strict=True))
             table.add_row(*(escape(cell) for cell in cells), style="bold")
-        console.print(table)
+        tables.show(table, console)
         for note in sheet.notes:
             console.print(note, markup=False, highlight=False, style="dim")
 
@@ -56,7 +56,7 @@ def print_held(held: Iterable[Held]) -> None:
             "" if row.at_most_nano is None else usd(row.at_most_nano),
             escape(row.sentence),
         )
-    Console().print(table)
+    tables.show(table)
 
 
 def print_receipt(found: trace.TracedReceipt) -> None:
@@ -87,7 +87,7 @@ def print_lines(journal: ledger.JournalView) -> None:
 
 
 def print_statement(found: YieldStatement) -> None:
-    console = Console()
+    console = tables.console()
     console.print(f"[bold]{escape(found.owner_name)}[/bold]")
     table = Table("node", "device", "requests", "in", "cached", "out", "net", "rented", "busy", "tokens", "energy")
     for device in found.devices:
@@ -105,19 +105,19 @@ def print_statement(found: YieldStatement) -> None:
             share(device.token_share),
             energy(device),
         )
-    console.print(table)
+    tables.show(table, console)
     for name, figure in summary(found):
         console.print(f"  {name:<26} {figure}", markup=False, highlight=False)
 
 
 def print_bill(found: RenterBill) -> None:
-    console = Console()
+    console = tables.console()
     console.print(f"[bold]{escape(found.organisation_name)}[/bold]  {found.period}")
     table = Table("model", "lever", "tokens", "USD per million", "amount")
     for line in found.lines:
         table.add_row(escape(line.model_id), line.lever, f"{line.tokens:,}", line.rate_usd, usd(line.amount_nano))
     table.add_row("total", f"{found.requests:,} requests", "", "", usd(found.total_nano), style="bold")
-    console.print(table)
+    tables.show(table, console)
     if found.waived_jobs:
         console.print(f"Not charged, by our own fault: {found.waived_jobs:,} requests, {usd(found.waived_nano)}.")
     outcomes = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in found.outcomes.items())

@@ -6,11 +6,10 @@ from datetime import timedelta
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from marketplace.accounts import service as accounts
-from marketplace.core import process
+from marketplace.core import process, tables
 from marketplace.core.database import transaction
 from marketplace.core.errors import FallowError
 from marketplace.fleet import enrolment
@@ -48,13 +47,16 @@ def list_(
     except FallowError as error:
         typer.echo(error.message, err=True)
         raise typer.Exit(1) from None
-    Console().print(_table(rows) if rows else "No node is enrolled.")
+    if rows:
+        tables.show(_table(rows))
+    else:
+        typer.echo("No node is enrolled.")
 
 
 def _table(rows: list[NodeRow]) -> Table:
-    table = Table("node", "name", "organisation", "state", "last seen", "live offers", "faults", "agent")
+    table = Table("node", "name", "organisation", "state", "last seen (UTC)", "live offers", "faults", "agent")
     for row in rows:
-        seen = row.last_seen_at.isoformat(timespec="seconds") if row.last_seen_at else "never"
+        seen = f"{row.last_seen_at:%Y-%m-%d %H:%M:%S}" if row.last_seen_at else "never"
         facts = (str(row.node_id), row.name, row.organisation, row.state, seen)
         table.add_row(*facts, str(row.live_offers), str(row.faults), row.agent_version)
     return table

@@ -103,6 +103,7 @@ class Peers:
         self._links = links
         self._open: dict[str, PeerLink] = {}
         self._tasks: dict[str, tuple[str, asyncio.Task[None]]] = {}
+        self._warned = False
 
     def get(self, gateway_id: str) -> PeerLink | None:
         """The open link to a gateway, or None."""
@@ -115,6 +116,11 @@ class Peers:
     def follow(self, gateways: Mapping[str, str]) -> None:
         """Have links to exactly these gateways (id -> URL)."""
         if not self._secret:
+            if not self._warned and gateways.keys() - {self._gateway_id}:
+                self._warned = True
+                log.warning(
+                    "no_cluster_secret", effect="other gateways' nodes are out of reach", set="FALLOW_CLUSTER_SECRET"
+                )
             return
         for gateway_id, (url, task) in list(self._tasks.items()):
             if gateways.get(gateway_id) != url or task.done():
