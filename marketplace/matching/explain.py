@@ -1,7 +1,7 @@
 """Why this one: for a request, what refused whom and what the best would cost; for an idle hour, what kept it idle.
 
-Pure. Exact and complete, over every offer of the variant, and so not for the hot path. The parts of a cost add up to it, and
-nodes refused and nodes fitting add up to all nodes.
+Pure. Exact and complete, over every offer of the variant, and so not for the hot path. The parts of a cost add up to
+it, and nodes refused and nodes fitting add up to all nodes.
 """
 
 from __future__ import annotations

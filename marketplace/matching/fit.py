@@ -2,9 +2,9 @@
 
 Weights, KV cache and scratch are counted by agent.sizing; here they are set against live free memory with a margin,
 card by card. Over n cards an engine in tensor parallel holds 1/n of weights and cache on each, and its own overhead n
-times, so the card with the least room decides for all. An engine with a paged cache claims a part of each card and fills what
-the weights leave with cache: it is refused not only where the weights do not fit, but also where the promised slots
-would need more cache than that, which shows only under full load.
+times, so the card with the least room decides for all. An engine with a paged cache claims a part of each card and
+fills what the weights leave with cache: it is refused not only where the weights do not fit, but also where the slots
+that it promises would need more cache than that, which shows only under full load.
 """
 
 from __future__ import annotations

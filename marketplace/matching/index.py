@@ -43,7 +43,7 @@ SLACK: Final = 0.2
 EXHAUSTIVE: Final = 48
 """In a market of so many offers, no better one is ever left out."""
 MAX_PREFIX_NODES: Final = 16
-EXACT_REFUSALS: Final = 2_000
+EXACT_REFUSALS: Final = 100
 """In a larger market a refusal is counted by cells."""
 MAX_ORDERS: Final = 512
 MIX_STEPS: Final = 8
@@ -499,13 +499,30 @@ class FleetIndex:
     def _refusal_by_cells(self, market: _Market, demand: Demand, now_s: float, resting: frozenset[UUID]) -> Refusal:
         counts: dict[Filter, int] = {}
         for cell in market.cells.values():
-            for members in cell.levels:
-                if members:
+            lasting = self._lasting(cell, demand)
+            for level, members in enumerate(cell.levels):
+                if not members:
+                    continue
+                reason = lasting
+                if reason is None and level == FULL:
+                    reason = Filter.FULL
+                if reason is None:
                     # Of one kind at one level: the first speaks for all.
                     reason = refusal_of(self.view(members[0], now_s), demand, self.rules, resting)
-                    if reason is not None:
-                        counts[reason] = counts.get(reason, 0) + len(members)
+                if reason is not None:
+                    counts[reason] = counts.get(reason, 0) + len(members)
         return Refusal(counts, exact=False)
+
+    def _lasting(self, cell: Cell, demand: Demand) -> Filter | None:
+        """What refuses a whole cell for good, if its key alone says so."""
+        key = cell.key
+        checks = (
+            (key.simulated and not self.rules.allow_simulated, Filter.SIMULATED),
+            (demand.ceiling is not None and not cell.floor.within(demand.ceiling), Filter.PRICE),
+            (bool(demand.regions) and key.region not in demand.regions, Filter.REGION),
+            (demand.proven_only and key.probation, Filter.UNPROVEN),
+        )
+        return next((name for hit, name in checks if hit), None)
 
     # --- inside: places -------------------------------------------------------------------------------------------
 
