@@ -257,6 +257,11 @@ class Stack:
             self._spawn(name, "gateway", environment=extra, ready=self._answers_at(port))
         self.wait(*names)
 
+    def remove_gateway(self, name: str) -> None:
+        """Stop it in order, and forget it."""
+        self.stop(name)
+        del self.parts[name], self.ports[name]
+
     def add_workers(self, *names: str) -> None:
         for name in names:
             self._spawn(name, "worker")

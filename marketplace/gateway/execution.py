@@ -37,6 +37,8 @@ from marketplace.metering.tokens import TokenCounts
 log = get_logger(__name__)
 CANCEL_WAIT_S: Final = 5.0
 """For this long a stopped node may take to say that its engine stopped."""
+DEADLINE_LEAD_S: Final = 2.0
+"""A node's own deadline lies this far behind ours, so that it never stops by itself what we end by the table."""
 QUIET_LEASES: Final = 1 / 3
 """And never for longer than this part of a lease, which nobody renews meanwhile: a sweeper would take it for lost."""
 CLOSE_TRIES: Final = 3
@@ -135,7 +137,7 @@ class Execution:
             prompt_tokens=work.prompt_tokens,
             max_output_tokens=work.max_output_tokens,
             lease_ms=int(self._services.settings.lease_s * 1000),
-            deadline_ms=max(1, int((work.deadline_at - now) * 1000)),
+            deadline_ms=max(1, int((work.deadline_at - now + DEADLINE_LEAD_S) * 1000)),
             cache_scope=self._services.cache_scope(work.organisation_id, offer.node_id),
             device_id=offer.device_id,
         )

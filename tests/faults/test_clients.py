@@ -119,8 +119,7 @@ class TestADeadlineThatPasses:
         stack.add_gateways("gw-hurried", FALLOW_REQUEST_TIMEOUT_S="2")
         stack.wait_offered()
         yield "gw-hurried"
-        stack.stop("gw-hurried")
-        del stack.parts["gw-hurried"], stack.ports["gw-hurried"]
+        stack.remove_gateway("gw-hurried")
 
     def test_mid_stream_pays_for_what_was_delivered(self, stack: Stack, hurried: str) -> None:
         renter = stack.renter(credit_nano=10_000_000_000)
