@@ -157,6 +157,7 @@ class Gateway:
         services.pulse.stop_all(Ending.PLATFORM)
         await services.pulse.wait_idle(LAST_WORDS_S)
         await services.settle_background(LAST_WORDS_S)
+        await services.schemas.close()
         await services.pulse.stop()
         if services.notes is not None:
             await services.notes.stop()

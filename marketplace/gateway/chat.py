@@ -111,13 +111,14 @@ class ChatApp:
         services = self._services
         own = len(exchange.headers)
         exchange.headers += _encoded(limits)
-        measured = await measure(services, chat)
-        principal.require_model(measured.variant.model_id)
+        if chat.answer_schema is not None:
+            await services.schemas.require_schema(chat.answer_schema)
+        measured = await measure(services, chat, principal)
         if principal.tokens_per_minute is not None:
             await take_tokens(services, principal, limits, measured)
             exchange.headers[own:] = _encoded(limits)
         caller = Caller.now(principal, exchange.request_id, exchange.arrived_at, exchange.keep_answer)
-        outlet = exchange.outlet = self._outlet(exchange, caller, chat)
+        outlet = exchange.outlet = self._outlet(exchange, caller, measured)
         interactive = exchange.interactive = Interactive(services, caller, measured, outlet, self._surface)
         watch = asyncio.create_task(_watch(exchange.receive, interactive))
         try:
@@ -146,14 +147,15 @@ class ChatApp:
             notes.conversation(interactive.job_id, principal.organisation_id, measured.chat.opening)
         return placement
 
-    def _outlet(self, exchange: _Exchange, caller: Caller, chat: Inference) -> StreamOutlet | JsonOutlet:
+    def _outlet(self, exchange: _Exchange, caller: Caller, measured: Measured) -> StreamOutlet | JsonOutlet:
+        chat = measured.chat
         if not chat.stream:
             return JsonOutlet(exchange.send, exchange.headers)
         settings = self._services.settings
         writer = self._surface.writer(
             completion_id=self._surface.answer_id(caller.request_id),
             created=caller.created,
-            model=chat.model,
+            model=measured.model,
             include_usage=chat.include_usage,
         )
         return StreamOutlet(

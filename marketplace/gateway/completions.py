@@ -18,6 +18,7 @@ from marketplace.gateway.parse import (
     ModelName,
     Penalty,
     Probability,
+    ProviderBody,
     Seed,
     Stop,
     StreamOptions,
@@ -69,6 +70,7 @@ class CompletionBody(Struct, frozen=True, forbid_unknown_fields=True):
     suffix: str | None = None
     # Taken from unchanged clients and without effect here.
     user: Annotated[str, Meta(max_length=1_024)] | None = None
+    provider: ProviderBody | None = None
 
 
 class CompletionRequest(Struct, frozen=True):
@@ -82,11 +84,18 @@ class CompletionRequest(Struct, frozen=True):
     max_tokens: int | None
     """What the client asked as a bound on output; None: the model's default applies."""
     options: dict[str, Any]
+    provider: ProviderBody | None = None
+    uses_tools: ClassVar[bool] = False
 
     @property
     def opening(self) -> list[dict[str, Any]]:
         """What tells conversations apart: of a text completion, its whole prompt."""
         return [{"role": "user", "content": self.prompt}]
+
+    @property
+    def answer_schema(self) -> None:
+        """A text completion follows none."""
+        return
 
     def engine_body(self, max_tokens: int) -> bytes:
         """The JSON that goes to the engine."""
@@ -118,6 +127,7 @@ def to_completion(body: CompletionBody) -> CompletionRequest:
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         max_tokens=body.max_tokens,
         options=options,
+        provider=body.provider,
     )
 
 
@@ -218,6 +228,9 @@ class TextWriter:
         shown, self._offset = legacy_logprobs([logprobs] if logprobs is not None else [], self._offset)
         said = members.get("content") or members.get("reasoning_content") or ""
         return self._chunk(said, one_line(_encode(shown)), b"null")
+
+    def note_check(self, check: dict[str, Any]) -> None:
+        """A text completion follows no schema: there is nothing to say about one."""
 
     def finish(self, reason: str) -> bytes:
         """The chunk that ends the answer."""

@@ -24,6 +24,7 @@ from marketplace.gateway.failures import InsufficientBalance, KeyBudgetExceeded,
 from marketplace.gateway.outcomes import Ending, moves_on
 from marketplace.gateway.outlets import JsonOutlet, StreamOutlet
 from marketplace.gateway.quote import Measured, find_all
+from marketplace.gateway.schemas import check_answer
 from marketplace.gateway.services import Services
 from marketplace.gateway.surface import Surface
 from marketplace.jobs.endings import MAX_ATTEMPTS, MAX_PREEMPTIONS
@@ -93,6 +94,7 @@ class Interactive:
         """Of prompt and answer, as they were charged."""
         self.admitted = False
         """True once a hold and a lease exist: from then on the job's own row tells how it ended."""
+        self._schema_check: dict[str, Any] | None = None
         self._execution: Execution | None = None
         self._gone: Ending | None = None
 
@@ -275,6 +277,7 @@ class Interactive:
             reserved = await self._next(run, first)
             if reserved is None:
                 result = self._kept_answer if self._caller.keep_answer else None
+                await self._check_schema(run)
                 return await execution.conclude(run, prefill_due=await self._prefill_due(run), result=result)
             offer, attempt_id = reserved
             try:
@@ -314,6 +317,12 @@ class Interactive:
             return False
         return self._services.fleet.retries.try_retry(first.variant_id, self._services.now())
 
+    async def _check_schema(self, run: AttemptRun) -> None:
+        """See whether a whole answer follows the schema that it was to follow: paid for either way, and said."""
+        schema = self._measured.chat.answer_schema
+        if schema is not None and run.ending is Ending.FINISHED:
+            self._schema_check = await check_answer(self._services.schemas, schema, run.pieces)
+
     async def _prefill_due(self, run: AttemptRun) -> bool:
         """True if a client that left before its first token must pay the prefill that a node did for it."""
         early = run.ending in (Ending.CANCELLED, Ending.SLOW_READER) and not self._outlet.delivered(run)
@@ -349,12 +358,14 @@ class Interactive:
     async def _finish(self, settled: Settled, reason: str) -> None:
         usage = self._usage(settled.tokens, settled.priced)
         if isinstance(self._outlet, StreamOutlet):
+            if self._schema_check is not None:
+                self._outlet.note_check(self._schema_check)
             await self._outlet.finish(reason, usage if self._measured.chat.include_usage else None)
             return
         await self._outlet.finish(self._whole(settled.pieces, reason, usage))
 
     def _whole(self, pieces: Sequence[Tokens], reason: str, usage: dict[str, Any]) -> dict[str, Any]:
-        return self._surface.whole(
+        body = self._surface.whole(
             completion_id=self._surface.answer_id(self._caller.request_id),
             created=self._caller.created,
             model=self._measured.chat.model,
@@ -362,6 +373,9 @@ class Interactive:
             finish_reason=reason,
             usage=usage,
         )
+        if self._schema_check is not None:
+            body["choices"][0]["schema_check"] = self._schema_check
+        return body
 
     def _kept_answer(
         self, pieces: Sequence[Tokens], reason: str, tokens: TokenCounts, priced: Priced | None
@@ -380,6 +394,8 @@ class Interactive:
             model=chat.model,
             include_usage=chat.include_usage,
         )
+        if self._schema_check is not None:
+            writer.note_check(self._schema_check)
         return kept.stream(writer, pieces, reason, usage if chat.include_usage else None)
 
     def _usage(self, tokens: TokenCounts, priced: Priced | None) -> dict[str, Any]:

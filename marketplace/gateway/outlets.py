@@ -154,9 +154,13 @@ class StreamOutlet:
             self._due = True
             run.wake()
 
-    async def finish(self, reason: str, usage: dict[str, Any] | None) -> None:
-        """Send the finish chunk, usage if it was asked for, and [DONE]."""
-        tail = self._writer.finish(reason)
+    def note_check(self, check: dict[str, Any]) -> None:
+        """What was found of the schema that the answer is to follow."""
+        self._writer.note_check(check)
+
+    async def finish(self, reason: str, usage: dict[str, Any] | None, provider: dict[str, Any]) -> None:
+        """Send the finish chunk, which says who served the answer, usage if it was asked for, and [DONE]."""
+        tail = sse.with_provider(self._writer.finish(reason), provider)
         if usage is not None:
             tail += self._writer.usage(usage)
         await self._write(tail + sse.DONE, last=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Final, Literal, Protocol, TypeVar
 
@@ -123,6 +124,33 @@ class StreamOptions(_Strict, frozen=True):
     include_obfuscation: bool | None = None
 
 
+class MaxPriceBody(_Strict, frozen=True):
+    """USD per million tokens, as numbers or decimal strings; read exactly."""
+
+    prompt: Decimal | None = None
+    completion: Decimal | None = None
+
+
+ProviderNames = Annotated[list[ShortText], Meta(max_length=100)]
+
+
+class ProviderBody(_Strict, frozen=True):
+    """OpenRouter's `provider` object, with regions beside."""
+
+    order: ProviderNames | None = None
+    only: ProviderNames | None = None
+    ignore: ProviderNames | None = None
+    allow_fallbacks: bool | None = None
+    require_parameters: bool | None = None
+    """Always so here: whatever is not passed on to an engine is refused."""
+    quantizations: Annotated[list[ShortText], Meta(max_length=16)] | None = None
+    sort: Literal["price", "throughput", "latency"] | None = None
+    max_price: MaxPriceBody | None = None
+    data_collection: Literal["allow", "deny"] | None = None
+    """`deny`: no node that is still on probation."""
+    regions: Annotated[list[ShortText], Meta(max_length=32)] | None = None
+
+
 class ChatBody(_Strict, frozen=True):
     """The JSON object of a chat request: every field that is taken, and no other."""
 
@@ -132,7 +160,7 @@ class ChatBody(_Strict, frozen=True):
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_OUTPUT_TOKENS)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, le=MAX_OUTPUT_TOKENS)] | None = None
-    n: Annotated[int, Meta(ge=1, le=1)] | None = None
+    n: int | None = None
     temperature: Temperature | None = None
     top_p: Probability | None = None
     min_p: Probability | None = None
@@ -156,6 +184,7 @@ class ChatBody(_Strict, frozen=True):
     modalities: Annotated[list[Literal["text"]], Meta(max_length=1)] | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
+    provider: ProviderBody | None = None
 
 
 ENGINE_FIELDS: Final = (
@@ -199,8 +228,23 @@ class Inference(Protocol):
         ...
 
     @property
+    def answer_schema(self) -> dict[str, Any] | None:
+        """The JSON Schema that the answer is to follow, if one was given."""
+        ...
+
+    @property
     def opening(self) -> list[dict[str, Any]]:
         """What tells conversations apart, as messages."""
+        ...
+
+    @property
+    def provider(self) -> ProviderBody | None:
+        """Where it may run; None: the key's default, or anywhere."""
+        ...
+
+    @property
+    def uses_tools(self) -> bool:
+        """True if the variant must know tools."""
         ...
 
     def engine_body(self, max_tokens: int) -> bytes:
@@ -226,6 +270,12 @@ class ChatRequest(Struct, frozen=True):
     """What the client asked as a bound on output; None: the model's default applies."""
     options: dict[str, Any]
     """ENGINE_FIELDS that were given."""
+    provider: ProviderBody | None = None
+
+    @property
+    def uses_tools(self) -> bool:
+        """True if the variant must know tools."""
+        return bool(self.tools)
 
     def engine_body(self, max_tokens: int) -> bytes:
         """The JSON that goes to the engine: allow-listed fields, and always a bound on output."""
@@ -235,6 +285,11 @@ class ChatRequest(Struct, frozen=True):
     def opening(self) -> list[dict[str, Any]]:
         """What tells conversations apart."""
         return self.messages
+
+    @property
+    def answer_schema(self) -> dict[str, Any] | None:
+        """The schema of `response_format`, if there is one."""
+        return schema_of(self.options)
 
     async def count(self, variant: VariantView) -> PromptCount:
         """The prompt's tokens, by the variant's template. Raises what `VariantView.count_prompt` does."""
@@ -248,6 +303,8 @@ def parse_chat(body: bytes) -> ChatRequest:
 
 def to_request(body: ChatBody) -> ChatRequest:
     """Check what spans several fields, and normalise. Raises InvalidBody (400)."""
+    if body.n not in (None, 1):
+        raise InvalidBody("`n` must be 1: send a request for each answer that you want.", param="n")
     messages = plain_messages(body.messages)
     options = _options(body)
     return ChatRequest(
@@ -258,6 +315,7 @@ def to_request(body: ChatBody) -> ChatRequest:
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         max_tokens=_output_bound(body),
         options=options,
+        provider=body.provider,
     )
 
 
@@ -410,6 +468,15 @@ def _options(body: ChatBody) -> dict[str, Any]:
         raise InvalidBody("`top_logprobs` needs `logprobs` to be true.", param="top_logprobs")
     check_logit_bias(options)
     return options
+
+
+def schema_of(engine_body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The JSON Schema that an engine is told to follow; None where there is none."""
+    wanted = engine_body.get("response_format")
+    if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
+        return None
+    schema: dict[str, Any] | None = wanted["json_schema"].get("schema")
+    return schema
 
 
 def check_logit_bias(options: dict[str, Any]) -> None:

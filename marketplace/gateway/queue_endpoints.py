@@ -16,6 +16,7 @@ from marketplace.core.amounts import nano_per_mtok
 from marketplace.core.errors import BadRequest, FallowError
 from marketplace.core.logs import get_logger
 from marketplace.gateway.chat import refusal_outcome
+from marketplace.gateway.choice import ANY
 from marketplace.gateway.deps import GatewayServices, Renter, RequestId
 from marketplace.gateway.failures import InsufficientBalance, KeyBudgetExceeded
 from marketplace.gateway.parse import OFFLOAD_BYTES, ChatBody, ChatRequest, InvalidBody, decode_strict, to_request
@@ -135,8 +136,14 @@ async def _accept(
     submission: Submission,
     chat: ChatRequest,
 ) -> Accepted:
-    measured = await measure(services, chat)
-    principal.require_model(measured.variant.model_id)
+    if chat.answer_schema is not None:
+        await services.schemas.require_schema(chat.answer_schema)
+    measured = await measure(services, chat, principal)
+    if measured.choice is not ANY:
+        raise InvalidBody(
+            "Queued work runs wherever it costs least: it takes no `provider`, nor a key with one. Use `max_price`.",
+            param="request.provider",
+        )
     await take_tokens(services, principal, limits, measured)
     ceiling = _ceiling(services, measured, submission.max_price)
     account_id = principal.credit_account_id

@@ -26,9 +26,11 @@ from marketplace.gateway.answer import usage_object
 from marketplace.gateway.execution import Execution, LeaseLost, Work
 from marketplace.gateway.outcomes import RETRYABLE, Ending
 from marketplace.gateway.outlets import WholeOutlet
+from marketplace.gateway.parse import schema_of
 from marketplace.gateway.prefixes import pack
+from marketplace.gateway.schemas import check_answer
 from marketplace.gateway.services import Services
-from marketplace.gateway.surface import Surface, count_stored, surface_of
+from marketplace.gateway.surface import count_stored, surface_of
 from marketplace.jobs.dispatch import attempt_of, dispatch_key
 from marketplace.jobs.repository import Dispatch, load_dispatch
 from marketplace.jobs.states import JobState
@@ -162,22 +164,29 @@ class QueueRunner:
             dispatch.attempt_id, dispatch.job_id, offer.offer_id, _runs_s(offer, dispatch), execution.stop
         )
         try:
-            await self._carry_out(execution, offer, dispatch, surface_of(body))
+            await self._carry_out(execution, offer, dispatch, body)
         except (LeaseLost, FallowError) as error:
             log.warning("queued_attempt_left_to_sweeper", job=dispatch.job_id.hex, error=repr(error))
         finally:
             services.flex.ended(dispatch.attempt_id)
             services.pulse.leave(execution)
 
-    async def _carry_out(self, execution: Execution, offer: OfferView, dispatch: Dispatch, surface: Surface) -> None:
+    async def _carry_out(
+        self, execution: Execution, offer: OfferView, dispatch: Dispatch, body: dict[str, Any]
+    ) -> None:
         run = await execution.attempt(offer, dispatch.attempt_id, dispatch.epoch)
         if run.ending in RETRYABLE:
             # Nobody has read anything: the queue tries again, or ends the job where nothing is left to try.
             await execution.pass_on(run, JobState.QUEUED)
             return
+        schema = schema_of(body)
+        checked: dict[str, Any] | None = None
+        if schema is not None and run.ending is Ending.FINISHED:
+            checked = await check_answer(self._services.schemas, schema, run.pieces)
         created, model = int(time.time()), execution.work.variant.model_id
 
         def result(pieces: Sequence[Tokens], reason: str, tokens: TokenCounts, priced: Priced | None) -> str:
+            surface = surface_of(body)
             answer = surface.whole(
                 completion_id=f"{surface.id_prefix}{dispatch.job_id.hex}",
                 created=created,
@@ -187,6 +196,8 @@ class QueueRunner:
                 finish_reason=reason or "length",
                 usage=usage_object(tokens, priced),
             )
+            if checked is not None:
+                answer["choices"][0]["schema_check"] = checked
             return msgspec.json.encode(answer).decode()
 
         await execution.conclude(run, result=result)

@@ -29,6 +29,7 @@ from marketplace.gateway.http import Scope, client_address, header
 from marketplace.gateway.metrics import GatewayMetrics
 from marketplace.gateway.prefixes import PrefixMemory
 from marketplace.gateway.pulse import Pulse
+from marketplace.gateway.schemas import SchemaChecker
 from marketplace.gateway.signatures import ReceiptSignatures
 from marketplace.jobs.hot import Refused
 from marketplace.jobs.states import Outcome
@@ -74,6 +75,7 @@ class Services:
     """Keeps for statements what found no room; without it they say that it is unknown."""
     flex: FlexRuns = field(default_factory=lambda: FlexRuns(time.monotonic))
     """Queued jobs that run here, and give way."""
+    schemas: SchemaChecker = field(default_factory=SchemaChecker)
     draining: bool = False
     _background: set[asyncio.Task[None]] = field(default_factory=set)
 

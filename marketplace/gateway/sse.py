@@ -43,6 +43,11 @@ def stream_head(completion_id: str, kind: str, created: int, model: str) -> byte
     )
 
 
+def with_provider(event: bytes, provider: dict[str, Any]) -> bytes:
+    """A chunk with a `provider` member, which official clients do not know and ignore."""
+    return event[: -len(b"}\n\n")] + b',"provider":' + one_line(_encode(provider)) + b"}\n\n"
+
+
 def error_event(body: dict[str, Any]) -> bytes:
     """The event that ends a broken stream: official clients raise on a `data` object with `error`."""
     return b"data: " + one_line(_encode(body)) + b"\n\n"
@@ -51,7 +56,7 @@ def error_event(body: dict[str, Any]) -> bytes:
 class ChunkWriter:
     """Writes the chunks of one chat completion. Not shared between requests."""
 
-    __slots__ = ("_role", "_start", "_tail", "_usage_head")
+    __slots__ = ("_check", "_role", "_start", "_tail", "_usage_head")
 
     def __init__(self, *, completion_id: str, created: int, model: str, include_usage: bool) -> None:
         head = stream_head(completion_id, "chat.completion.chunk", created, model)
@@ -60,6 +65,7 @@ class ChunkWriter:
         # With usage asked, every other chunk says null, as OpenAI's do.
         self._tail = (b"]," + b'"usage":null}\n\n') if include_usage else b"]}\n\n"
         self._role = b'"role":"assistant",'
+        self._check = b""
 
     def text(self, text: str) -> bytes:
         """One chunk of the visible answer."""
@@ -74,11 +80,16 @@ class ChunkWriter:
         inside = one_line(_encode(members))[1:-1]
         return self._delta(inside, one_line(_encode(logprobs)) if logprobs is not None else b"null")
 
+    def note_check(self, check: dict[str, Any]) -> None:
+        """What was found of the schema that the answer is to follow; the finish chunk tells it."""
+        self._check = b',"schema_check":' + one_line(_encode(check))
+
     def finish(self, reason: str) -> bytes:
         """The chunk that ends the choice."""
         role, self._role = self._role, b""
         inside = b'"role":"assistant","content":""' if role else b""
-        return self._start + inside + b'},"logprobs":null,"finish_reason":' + _encode(reason) + b"}" + self._tail
+        end = _encode(reason) + self._check + b"}" + self._tail
+        return self._start + inside + b'},"logprobs":null,"finish_reason":' + end
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The last chunk before [DONE], for clients that asked for usage."""

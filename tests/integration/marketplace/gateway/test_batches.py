@@ -441,7 +441,6 @@ class TestFiles:
 
 
 async def upload(market: World, renter: Renter, data: bytes, form: dict[str, str]) -> Any:
-    import aiohttp
 
     body = aiohttp.FormData(form)
     body.add_field("file", data, filename="in.jsonl")
