@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from sqlalchemy.exc import OperationalError
+
 from agent.protocol import SOCKET_PATH
 from marketplace.accounts.auth import Authenticator
 from marketplace.accounts.limits import Limiter
@@ -182,6 +184,10 @@ class Gateway:
                     await self.stop()
                     await send({"type": "lifespan.shutdown.complete"})
                     return
+            except OperationalError as error:
+                reason = str(error.orig).strip().partition("\n")[0]
+                await send({"type": f"{message['type']}.failed", "message": f"The database does not answer: {reason}"})
+                return
             except Exception as error:
                 # The edge of the process: the server must hear why it cannot go on.
                 log.exception("lifespan_failed", phase=message["type"])

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -91,7 +92,10 @@ def _use_local_stack() -> None:
 def _sentence(error: Exception) -> str | None:
     """What to tell a person about an error that is theirs to mend; None for a defect of ours."""
     library = type(error).__module__.partition(".")[0]
-    if hasattr(error, "message") and hasattr(error, "status"):
+    if library == "pydantic_core" and getattr(error, "title", "") == "Settings":
+        return _faults_of_settings(error)
+    # Of click: Celery's own options, which stand behind ours.
+    if library == "click" or (hasattr(error, "message") and hasattr(error, "status")):
         return str(error)
     if library not in ("sqlalchemy", "psycopg", "redis"):
         return None
@@ -104,6 +108,19 @@ def _sentence(error: Exception) -> str | None:
             "for a stack with its own --data-dir set FALLOW_DATA_DIR."
         )
     return None
+
+
+def _faults_of_settings(error: Any) -> str:
+    """Each wrong setting by its name in the environment, and what is wrong. Never its value, which may be a secret.
+
+    `error` is pydantic's ValidationError, whose library the agent does without.
+    """
+    faults = []
+    for fault in error.errors(include_input=False, include_url=False):
+        name = str(fault["loc"][0]) if fault["loc"] else "settings"
+        shown = f"FALLOW_{name.upper()}" if name.islower() else name
+        faults.append(f"{shown}: {fault['msg'].removeprefix('Value error, ')}.")
+    return " ".join(faults)
 
 
 def _print_help() -> None:

@@ -10,10 +10,10 @@ from marketplace.core import logs
 from marketplace.core import migrate as migrations
 from marketplace.core.settings import Settings, get_settings
 
-gateway = typer.Typer(add_completion=False)
-worker = typer.Typer(add_completion=False)
-beat = typer.Typer(add_completion=False)
-migrate = typer.Typer(add_completion=False)
+gateway = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+worker = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+beat = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+migrate = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @gateway.command()

@@ -348,7 +348,7 @@ def up(
             )
             console.print(f"Fallow keeps its state in {folder}")
             try:
-                _serve(stack, console)
+                _serve(stack, console, folder)
             except KeyboardInterrupt:
                 console.print("\nStopping...")
             finally:
@@ -361,11 +361,13 @@ def up(
     console.print("Stopped. Nothing is left running.")
 
 
-def _serve(stack: LocalStack, console: Console) -> None:
+def _serve(stack: LocalStack, console: Console, folder: Path) -> None:
     running = stack.start()
     console.print(f"\n[bold]Fallow serves at {running.url}[/bold]\n")
     console.print(f"  Renter's key   {running.renter_key}", highlight=False)
     console.print(f"  Logs           {running.logs}", highlight=False)
+    if folder.absolute() != default_data_dir().absolute():
+        console.print(f"  Other commands find it by   export FALLOW_DATA_DIR={folder.absolute()}", highlight=False)
     console.print("\nTry it:\n")
     # Printed without wrapping: it must work as pasted.
     print(f"{curl_line(running.url, running.renter_key)}\n", flush=True)

@@ -6,6 +6,7 @@ import ipaddress
 import secrets
 from functools import lru_cache
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AliasChoices, Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -13,6 +14,19 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 def _random_gateway_id() -> str:
     return f"gw-{secrets.token_hex(4)}"
+
+
+def _checked_url(url: str, schemes: tuple[str, ...], example: str) -> str:
+    """The URL as it is, if one of these schemes stands before it and its port is a number. Raises ValueError, without
+    the URL, which may hold a password."""
+    try:
+        parts = urlsplit(url)
+        fits = parts.scheme in schemes and url.startswith(f"{parts.scheme}://") and (parts.port or 1) > 0
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(f"it must be of the form {example}")
+    return url
 
 
 class Settings(BaseSettings):
@@ -115,7 +129,15 @@ class Settings(BaseSettings):
     @classmethod
     def _plain_libpq_url(cls, value: str) -> str:
         # People paste SQLAlchemy's form; both mean the same server.
-        return value.replace("postgresql+psycopg://", "postgresql://", 1).replace("postgres://", "postgresql://", 1)
+        url = value.replace("postgresql+psycopg://", "postgresql://", 1).replace("postgres://", "postgresql://", 1)
+        return _checked_url(url, ("postgresql",), "postgresql://user@host:5432/name")
+
+    @field_validator("valkey_url")
+    @classmethod
+    def _redis_url(cls, value: str) -> str:
+        # The client knows the protocol by its older name.
+        url = value.replace("valkey://", "redis://", 1).replace("valkeys://", "rediss://", 1)
+        return _checked_url(url, ("redis", "rediss", "unix"), "redis://host:6379/0 or unix:///path/to/socket")
 
     @field_validator("trusted_proxies")
     @classmethod
