@@ -51,7 +51,7 @@ CHART: tuple[Template, ...] = (
     Template("owner:{ref}:receivable", Kind.ASSET, "owed to us by an owner", True, None),
     Template("platform:fees", Kind.INCOME, "our share of what renters paid"),
     Template("platform:loss", Kind.EXPENSE, "what owners were paid for work that our own failures kept from renters"),
-    Template("platform:promotions", Kind.EXPENSE, "promotional credit given to renters"),
+    Template("platform:promotions", Kind.EXPENSE, "promotional credit given to renters, bonuses to owners"),
     Template("platform:rounding", Kind.EXPENSE, "what rounding outside the ledger left over"),
     Template("platform:bad_debt", Kind.EXPENSE, "disputed payments and owners' debts that nobody will pay"),
     Template("platform:bank", Kind.ASSET, "the platform's money outside the payment processor"),

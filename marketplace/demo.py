@@ -23,7 +23,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from marketplace.accounts import service as accounts
+from marketplace.billing import owners, payouts, reconciliation
 from marketplace.billing import service as billing
+from marketplace.billing.desk import Desk
+from marketplace.billing.payments import minor
+from marketplace.billing.payments.factory import claim_books, make_payments
 from marketplace.children import ChildFailed
 from marketplace.core import logs
 from marketplace.core.clock import utcnow
@@ -51,6 +55,8 @@ SETTLED_WITHIN_S: Final = 60.0
 JOBS_WITHIN_S: Final = 120.0
 QUESTION: Final = "In two sentences: why does an idle computer cost its owner money?"
 TOPICS: Final = ("rivers", "bread", "glass", "maps", "clocks", "salt", "wool", "bridges", "ink", "copper")
+DEMO_TOP_UP_CENTS: Final = 2_500
+DEMO_BONUS_CENTS: Final = 100
 T = TypeVar("T")
 
 
@@ -69,6 +75,7 @@ class Story:
     owner_id: UUID
     renter_id: UUID
     started_at: datetime
+    settings: Settings
 
     def step(self, title: str) -> None:
         self.console.print(f"\n[bold]{title}[/bold]")
@@ -119,7 +126,7 @@ def _story(console: Console, running: Running) -> Iterator[Story]:
         renter_id = accounts.find_organisation(session, RENTER).id
     with openai.OpenAI(base_url=f"{running.url}/v1", api_key=running.renter_key, timeout=120.0) as client:
         try:
-            yield Story(console, running, client, factory, owner_id, renter_id, utcnow())
+            yield Story(console, running, client, factory, owner_id, renter_id, utcnow(), settings)
         finally:
             engine.dispose()
 
@@ -135,6 +142,7 @@ def tell(console: Console, running: Running, folder: Path) -> None:
         a_stream_is_cancelled(story)
         everything_settles(story)
         the_bill(story)
+        the_payout(story)
         the_statement(story, folder / "yield-statement.csv")
         the_books(story)
 
@@ -311,8 +319,40 @@ def the_bill(story: Story) -> None:
     story.fact("total", f"{usd(bill.total_nano)} for {bill.requests} requests")
 
 
+def the_payout(story: Story) -> None:
+    story.step("8. The owner is paid, through the sandbox: every step is real, but no money moves")
+    hold_days = story.settings.payout_hold_days_new
+    # Days do not pass in a demo, and a few cents are no payout: only these three settings are other than the defaults.
+    eased = {"payout_hold_days": 0, "payout_hold_days_new": 0, "payout_minimum_cents": 1}
+    settings = story.settings.model_copy(update=eased)
+    payments = make_payments(settings, story.factory)
+    claim_books(story.factory, payments)
+    desk = Desk(settings, story.factory, payments)
+    story.fact("changed for the demo", f"hold of {hold_days} days and minimum of $10 set to nothing")
+    paid = desk.checkout(story.renter_id, DEMO_TOP_UP_CENTS, save_card=False)
+    story.fact("renter tops up", f"{usd(minor.from_minor(paid.amount_minor, paid.currency))}, {paid.state} (sandbox)")
+    account, _ = desk.onboard(story.owner_id, "US", None)
+    story.fact("owner's account", f"{account.state} (sandbox)")
+    bonus_nano = minor.from_minor(DEMO_BONUS_CENTS, paid.currency)
+    why = "a welcome: the answers of a demo earn less than a cent, and only cents can leave"
+    desk.write(lambda session: owners.grant_bonus(session, story.owner_id, bonus_nano, why, key="demo", by="demo"))
+    story.fact("bonus from the platform", f"{usd(bonus_nano)} ({why})")
+    plans = [plan for plan in desk.run_payouts("demo", "demo") if plan.owner_id == story.owner_id]
+    with story.factory() as session:
+        found = payouts.status(session, owner_id=story.owner_id)
+    if not found or found[0].state != "paid":
+        blocked = plans[0].blocked if plans else "it earned nothing"
+        raise DemoFailed(f"the owner was not paid: {found[0].failure if found else blocked}")
+    for name, amount in found[0].statement["amounts"].items():
+        story.fact(name.replace("_", " "), f"${amount}")
+    report = reconciliation.reconcile(story.factory, payments, utcnow())
+    if not report.clean:
+        raise DemoFailed(f"ledger and processor differ: {report.breaks[0].story}")
+    story.fact("reconciled", "ledger and sandbox agree line by line")
+
+
 def the_statement(story: Story, path: Path) -> None:
-    story.step("8. The owner's yield statement")
+    story.step("9. The owner's yield statement, the payout on it")
     with story.factory() as session:
         statement = finance.yield_statement(
             session, story.owner_id, story.started_at - timedelta(hours=1), utcnow(), "UTC"
@@ -324,7 +364,7 @@ def the_statement(story: Story, path: Path) -> None:
 
 
 def the_books(story: Story) -> None:
-    story.step("9. The books")
+    story.step("10. The books")
     with story.factory() as session:
         trial = finance.trial_balance(session)
         problems = finance.check(session)

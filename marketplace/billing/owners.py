@@ -194,6 +194,24 @@ def taken_from(session: Session, owner_id: UUID, nano: int) -> list[ledger.Line]
     return lines
 
 
+def grant_bonus(session: Session, owner_id: UUID, nano: int, reason: str, *, key: str, by: str) -> int:
+    """Give an owner something of our own, payable as earnings are; returns the journal's id. The same key again changes
+    nothing. Raises InvalidWriteOff without a reason."""
+    if not reason.strip():
+        raise InvalidWriteOff("A bonus needs a reason.", param="reason")
+    accounts = open_owner(session, owner_id)
+    loss = ledger.open_accounts(session, [ledger.charted(ledger.PROMOTIONS)])[ledger.PROMOTIONS]
+    draft = ledger.JournalDraft(
+        idempotency_key=f"owner-bonus:{key}",
+        kind="owner_bonus",
+        source=SOURCE,
+        outside_id=key,
+        lines=(ledger.debit(loss, nano), ledger.credit(accounts.pending, nano)),
+        memo={"reason": reason[:500], "by": by[:200]},
+    )
+    return ledger.post(session, draft).journal_id
+
+
 def write_off(session: Session, owner_id: UUID, nano: int, reason: str, *, key: str, by: str) -> int:
     """Give up what an owner owes, in part or whole; returns the journal's id. Raises InvalidWriteOff."""
     if not reason.strip():

@@ -18,5 +18,7 @@ def test_the_demo_comes_true() -> None:
             run.end()
         assert "10/10" in run.output
         assert "Traceback" not in run.output
+        assert "paid out" in run.output
+        assert "ledger and sandbox agree" in run.output
         with (folder / "demo" / "yield-statement.csv").open(newline="") as file:
             assert len(list(csv.reader(file))) > 1
