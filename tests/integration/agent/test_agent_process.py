@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from agent import protocol
+from agent.engines import sandbox
 from agent.protocol import Accepted, Cancel, Failed, Finished, Goodbye, Inventory, Telemetry, Tokens
 from tests.agent_doubles import ScriptedGateway, run_frame
 
@@ -245,6 +246,42 @@ class TestWithLlamaCpp:
                     await gone(engine)
 
         asyncio.run(act())
+
+
+class TestPrivacy:
+    def test_keeps_no_word_of_a_prompt_or_an_answer_on_disk_and_says_how_the_engine_is_enclosed(
+        self, tmp_path: Path
+    ) -> None:
+        async def act() -> None:
+            async with ScriptedGateway() as gateway:
+                await enrolled(gateway, tmp_path, "--slots", "1", "--context-per-slot", "512")
+                async with running(gateway, tmp_path) as (process, live):
+                    body = {"messages": [{"role": "user", "content": "Repeat: xylophonist-4711"}], "temperature": 0}
+                    frame = run_frame(b"a", body, variant_sha256=variant_of(live), max_output_tokens=12)
+                    await gateway.send(frame)
+                    await gateway.expect(Finished, timeout_s=60)
+                    await asyncio.sleep(1.2)
+                    status = msgspec.json.decode((await fallow_agent(tmp_path, "status", "--json"))[1])["status"]
+                    kept = {path: path.read_bytes() for path in files_below(tmp_path)}
+                    assert {path.name for path in kept} >= {"status.json", "agent.log", "earnings.json", "speeds.json"}
+                    assert [path for path, data in kept.items() if b"xylophonist" in data] == []
+                    said = gateway.text(b"a").strip().encode()
+                    assert len(said) > 8
+                    assert [path for path, data in kept.items() if said in data] == []
+                    # What is active depends on the kernel; what is told is what the engine's process saw.
+                    assert set(status["offers"][0]["protection"].split(", ")) <= {"", *sandbox_names()}
+                    process.send_signal(signal.SIGTERM)
+                    assert await asyncio.wait_for(process.wait(), 10) == 0
+
+        asyncio.run(act())
+
+
+def files_below(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def sandbox_names() -> set[str]:
+    return {sandbox.BUBBLEWRAP, sandbox.NO_NETWORK, sandbox.FEW_FILES}
 
 
 class TestInstallingAlone:
