@@ -78,10 +78,10 @@ class Story:
     settings: Settings
 
     def step(self, title: str) -> None:
-        self.console.print(f"\n[bold]{title}[/bold]")
+        self.console.print(f"\n[bold]{title}[/bold]", soft_wrap=True)
 
     def fact(self, name: str, value: object) -> None:
-        self.console.print(f"  {name:<26} {value}", markup=False, highlight=False)
+        self.console.print(f"  {name:<26} {value}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
