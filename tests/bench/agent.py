@@ -181,6 +181,7 @@ async def _first_byte() -> list[dict[str, Any]]:
             await agent.gateway.expect_that(Inventory, lambda told: bool(told.offers), timeout_s=30)
             added: list[float] = []
             direct: list[float] = []
+            cpu_before = agent.cpu_s()
             for number in range(ROUNDS):
                 arrived.clear()
                 sent = time.perf_counter()
@@ -198,10 +199,18 @@ async def _first_byte() -> list[dict[str, Any]]:
                 await agent.gateway.expect(Finished)
                 added.append(arrived[0] - sent)
                 await asyncio.sleep(0.02)
+            cpu_ms = (agent.cpu_s() - cpu_before) / ROUNDS * 1000
     finally:
         await runner.cleanup()
     through, straight = statistics.median(added) * 1000, statistics.median(direct) * 1000
-    facts = {"through_the_agent_ms": round(through, 3), "straight_to_the_engine_ms": round(straight, 3)}
+    # On a machine with other work the median tells of its scheduler: the way leads through another process.
+    quarter = sorted(added)[len(added) // 4] * 1000
+    facts = {
+        "best_quarter_ms": round(quarter - straight, 3),
+        "agent_cpu_ms": round(cpu_ms, 3),
+        "through_the_agent_ms": round(through, 3),
+        "straight_to_the_engine_ms": round(straight, 3),
+    }
     return [figure("added_first_byte_ms", through - straight, "ms", 3.0, **facts)]
 
 
