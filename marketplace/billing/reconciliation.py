@@ -124,9 +124,9 @@ def reconcile(factory: SessionFactory, payments: port.Payments, now: datetime) -
     refresh(factory, payments, now)
     accounts = _accounts(factory, now)
     lines_read = _read_lines(factory, payments, ["", *accounts], now)
-    _heal(factory, payments, now)
-    # What healed may have moved money on.
-    lines_read += _read_lines(factory, payments, ["", *accounts], now)
+    if _heal(factory, payments, now):
+        # What healed may have moved money on.
+        lines_read += _read_lines(factory, payments, ["", *accounts], now)
     platform = payments.funds()
     connected_minor = sum(payments.funds(account).total for account in accounts)
     with transaction(factory) as session:
@@ -156,14 +156,15 @@ def refresh(factory: SessionFactory, payments: port.Payments, now: datetime) -> 
 
 def _open_objects(session: Session) -> list[Place]:
     found: list[Place] = []
-    topups = select(Payment.payment_id, Payment.session_id).where(
+    topups = select(Payment.state, Payment.payment_id, Payment.session_id).where(
         (Payment.state == "open") | (Payment.state == "succeeded") & Payment.charge_id.is_(None)
     )
-    for payment_id, session_id in session.execute(topups.order_by(Payment.created_at).limit(MAX_REFRESHED)):
-        if payment_id is not None:
-            found.append(("payment", payment_id, ""))
-        elif session_id is not None:
+    for state, payment_id, session_id in session.execute(topups.order_by(Payment.created_at).limit(MAX_REFRESHED)):
+        # A session leads to its payment, and alone knows that nobody will pay any more.
+        if session_id is not None and state == "open":
             found.append(("checkout", session_id, ""))
+        elif payment_id is not None:
+            found.append(("payment", payment_id, ""))
     refunds = select(Refund.refund_id).where(Refund.state == "pending", Refund.refund_id.is_not(None))
     found += [("refund", str(each), "") for each in session.scalars(refunds.limit(MAX_REFRESHED))]
     disputes = select(Dispute.id).where(Dispute.state.in_(("inquiry", "open")))
@@ -282,8 +283,8 @@ def _match_lines(session: Session) -> None:
         )
 
 
-def _heal(factory: SessionFactory, payments: port.Payments, now: datetime) -> None:
-    """Look at the objects of lines that say something else than our rows."""
+def _heal(factory: SessionFactory, payments: port.Payments, now: datetime) -> int:
+    """Look at the objects of lines that say something else than our rows; returns how many."""
     with factory() as session:
         rows = {row.row for row in session.execute(_DIFFERENCES, {"before": now, "limit": MAX_BREAKS})}
         query = select(StatementLine).where(StatementLine.matched.is_(None) | StatementLine.matched.in_(rows))
@@ -294,6 +295,7 @@ def _heal(factory: SessionFactory, payments: port.Payments, now: datetime) -> No
         if kind is not None and line.source is not None and line.source not in seen:
             seen.add(line.source)
             _look(factory, payments, (kind, line.source, line.account), now)
+    return len(seen)
 
 
 # --- comparing --------------------------------------------------------------------------------------------------------
