@@ -193,6 +193,12 @@ def set_budget(session: Session, key_id: UUID, budget: Budget | None) -> None:
     )
 
 
+def set_routing(session: Session, key_id: UUID, routing: dict[str, Any] | None) -> None:
+    """Give a key a default for its requests' `provider` (see gateway.choice), or take it away. Raises UnknownKey."""
+    find_key(session, key_id).routing = routing
+    session.flush()
+
+
 def budget_of(session: Session, key_id: UUID) -> BudgetState | None:
     """A key's budget now; None: it has none."""
     start = func.key_period_start(KeyBudget.period, func.now())

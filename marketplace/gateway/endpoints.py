@@ -46,10 +46,9 @@ async def make_quote(request: Request, services: GatewayServices, principal: Ren
     """What a chat or a text completion would cost, and whether there is room for it now. Nothing is held or charged."""
     chat = await asyncio.to_thread(parse_any, await request.body())
     async with services.limited(principal):
-        measured = await measure(services, chat)
-        principal.require_model(measured.variant.model_id)
+        measured = await measure(services, chat, principal)
         cached = services.prefixes.held(principal.organisation_id, measured.variant.id, measured.prompt_packed)
-        ranked = find_all(services, measured.demand(principal.organisation_id, cached_tokens=cached))
+        ranked = find_all(services, measured.demand(principal.organisation_id, cached_tokens=cached), measured.choice)
         available_nano, usual = await asyncio.to_thread(
             _purse, services.session_factory, principal.organisation_id, measured.variant.id
         )

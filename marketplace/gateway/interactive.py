@@ -19,6 +19,7 @@ from marketplace.core.logs import get_logger
 from marketplace.gateway import kept
 from marketplace.gateway.answer import usage_object
 from marketplace.gateway.attempt import AttemptRun
+from marketplace.gateway.choice import find, served_by, served_headers
 from marketplace.gateway.execution import Execution, LeaseLost, Settled, Work
 from marketplace.gateway.failures import InsufficientBalance, KeyBudgetExceeded, NoCapacity, failure, of_lost_lease
 from marketplace.gateway.outcomes import Ending, moves_on
@@ -90,6 +91,7 @@ class Interactive:
         self._cached_tokens = services.prefixes.held(
             caller.principal.organisation_id, measured.variant.id, measured.prompt_packed
         )
+        self._served_by: dict[str, Any] = {}
         self.used_tokens = 0
         """Of prompt and answer, as they were charged."""
         self.admitted = False
@@ -141,8 +143,13 @@ class Interactive:
         """A slot at the best offer that has one. Raises NoCapacity."""
         services = self._services
         demand = self._demand(ceiling, most_nano)
-        ranked = services.fleet.rank(demand)
-        if not ranked.offers and await services.flex.make_room(lambda: services.fleet.view.full(demand)):
+        choice = self._measured.choice
+        ranked = find(services, demand, choice)
+        if (
+            not ranked.offers
+            and not choice.lists
+            and await services.flex.make_room(lambda: services.fleet.view.full(demand))
+        ):
             ranked = services.fleet.rank(demand)
         if not ranked.offers:
             raise NoCapacity(ranked.refusal)
@@ -203,7 +210,7 @@ class Interactive:
     def _afford(self, refused: OfferView, available_nano: int, by_budget: bool) -> None:
         """Balance or budget do not hold this offer's worst case: another try may take a cheaper one, or, where
         there is none and the client did not bound the answer, any once it is lowered. Raises InsufficientBalance."""
-        offers = find_all(self._services, self._demand()).offers
+        offers = find_all(self._services, self._demand(), self._measured.choice).offers
         if any(self._worst(offer) <= available_nano for offer in offers):
             return
         prompt = self._measured.prompt_tokens
@@ -215,7 +222,8 @@ class Interactive:
         self._max_output = min(self._max_output, affordable)
 
     def _offers_now(self) -> Sequence[OfferView]:
-        return self._services.fleet.view.offers(self._measured.variant.id)
+        offers = self._services.fleet.view.offers(self._measured.variant.id)
+        return [offer for offer in offers if self._measured.choice.admits(offer)]
 
     def _short_of_balance(self, available_nano: int, by_budget: bool) -> InsufficientBalance:
         prompt = self._measured.prompt_tokens
@@ -272,6 +280,7 @@ class Interactive:
     async def _attempts_of(self, execution: Execution, placement: Placement) -> Settled:
         first = placement.offer
         while True:
+            self._announce_node(placement.offer)
             run = await execution.attempt(placement.offer, placement.attempt_id, placement.epoch)
             self._observe_first_token(run)
             reserved = await self._next(run, first)
@@ -298,6 +307,9 @@ class Interactive:
         if self._gone is not None or not moves_on(
             run.ending, exposed=self._outlet.exposed, accepted=run.token_count > 0
         ):
+            return None
+        choice = self._measured.choice
+        if not choice.fallbacks and not choice.order:
             return None
         self._excluded.add(run.offer.node_id)
         if not self._may_retry(run.ending, first):
@@ -341,6 +353,13 @@ class Interactive:
         if self._lowered:
             self._outlet.headers.append((b"x-fallow-max-tokens", b"%d" % self._max_output))
 
+    def _announce_node(self, offer: OfferView) -> None:
+        """Who serves: said in the headers, unless they are out already, and at the end of the answer."""
+        headers, own = self._outlet.headers, served_headers(offer, self._measured.variant)
+        names = {name for name, _ in own}
+        headers[:] = [entry for entry in headers if entry[0] not in names] + own
+        self._served_by = served_by(offer, self._measured.variant)
+
     def _observe_first_token(self, run: AttemptRun) -> None:
         if run.first_token_at is not None:
             self._services.metrics.ttft.observe(run.first_token_at - self._caller.arrived_at)
@@ -360,7 +379,7 @@ class Interactive:
         if isinstance(self._outlet, StreamOutlet):
             if self._schema_check is not None:
                 self._outlet.note_check(self._schema_check)
-            await self._outlet.finish(reason, usage if self._measured.chat.include_usage else None)
+            await self._outlet.finish(reason, usage if self._measured.chat.include_usage else None, self._served_by)
             return
         await self._outlet.finish(self._whole(settled.pieces, reason, usage))
 
@@ -368,13 +387,14 @@ class Interactive:
         body = self._surface.whole(
             completion_id=self._surface.answer_id(self._caller.request_id),
             created=self._caller.created,
-            model=self._measured.chat.model,
+            model=self._measured.model,
             pieces=pieces,
             finish_reason=reason,
             usage=usage,
         )
         if self._schema_check is not None:
             body["choices"][0]["schema_check"] = self._schema_check
+        body["provider"] = self._served_by
         return body
 
     def _kept_answer(
@@ -391,12 +411,12 @@ class Interactive:
         writer = self._surface.writer(
             completion_id=self._surface.answer_id(self._caller.request_id),
             created=self._caller.created,
-            model=chat.model,
+            model=self._measured.model,
             include_usage=chat.include_usage,
         )
         if self._schema_check is not None:
             writer.note_check(self._schema_check)
-        return kept.stream(writer, pieces, reason, usage if chat.include_usage else None)
+        return kept.stream(writer, pieces, reason, usage if chat.include_usage else None, self._served_by)
 
     def _usage(self, tokens: TokenCounts, priced: Priced | None) -> dict[str, Any]:
         usage = usage_object(tokens, priced)

@@ -33,11 +33,13 @@ def whole(body: dict[str, Any]) -> str:
     return _stored(JSON, _encode(body))
 
 
-def stream(writer: Writer, pieces: Sequence[Tokens], reason: str, usage: dict[str, Any] | None) -> str:
+def stream(
+    writer: Writer, pieces: Sequence[Tokens], reason: str, usage: dict[str, Any] | None, provider: dict[str, Any]
+) -> str:
     """The stored form of a stream. Without a finish reason it ends with an error event, as it was cut."""
     parts = [chunk_of(writer, piece) for piece in pieces]
     if reason:
-        parts.append(writer.finish(reason))
+        parts.append(sse.with_provider(writer.finish(reason), provider))
         if usage is not None:
             parts.append(writer.usage(usage))
         parts.append(sse.DONE)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from datetime import datetime
+from typing import Any
 from uuid import UUID
 
-from fastapi import APIRouter
+import msgspec
+from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
 from marketplace.accounts import service
 from marketplace.accounts.models import ApiKey
 from marketplace.accounts.service import BudgetState
 from marketplace.core.amounts import usd
-from marketplace.core.database import SessionFactory
+from marketplace.core.database import SessionFactory, transaction
 from marketplace.core.ids import show
+from marketplace.gateway.choice import choice_of
 from marketplace.gateway.deps import Caller, GatewayServices
+from marketplace.gateway.parse import ProviderBody, decode_strict
 
 router = APIRouter()
 
@@ -50,6 +54,7 @@ class KeyObject(BaseModel):
     budget: KeyBudgetObject | None
     models: list[str] | None
     networks: list[str] | None
+    provider: dict[str, Any] | None
     expires_at: datetime | None
 
 
@@ -70,8 +75,24 @@ async def show_key(services: GatewayServices, principal: Caller) -> KeyObject:
         budget=_budget_object(budget) if budget is not None else None,
         models=key.models,
         networks=key.networks,
+        provider=key.routing,
         expires_at=key.expires_at,
     )
+
+
+@router.put("/v1/key/routing", tags=["keys"])
+async def set_routing(request: Request, services: GatewayServices, principal: Caller) -> KeyObject:
+    """Make a `provider` object the default of this key's requests; `{}` takes it away. Gateways know within two
+    seconds."""
+    asked = decode_strict(await request.body(), ProviderBody)
+    choice_of(asked, None)
+    await asyncio.to_thread(_store, services.session_factory, principal.key_id, msgspec.to_builtins(asked) or None)
+    return await show_key(services, principal)
+
+
+def _store(factory: SessionFactory, key_id: UUID, routing: dict[str, Any] | None) -> None:
+    with transaction(factory) as session:
+        service.set_routing(session, key_id, routing)
 
 
 def _find(factory: SessionFactory, key_id: UUID) -> tuple[ApiKey, BudgetState | None]:

@@ -13,6 +13,7 @@ from marketplace.accounts.limits import LimitState
 from marketplace.catalog.service import VariantView
 from marketplace.core.amounts import usd
 from marketplace.core.errors import BadRequest
+from marketplace.gateway.choice import ANY, Choice, choice_of, choose_variant, is_alias, sorted_by_alias
 from marketplace.gateway.parse import Inference
 from marketplace.gateway.prefixes import pack
 from marketplace.gateway.services import Services
@@ -43,6 +44,9 @@ class Measured:
     context: int
     """Tokens of the largest slot that serves the variant now."""
     list_offers: Callable[[], Sequence[OfferView]]
+    choice: Choice = ANY
+    model: str = ""
+    """The name that the answer carries."""
 
     @property
     def offers(self) -> Sequence[OfferView]:
@@ -60,7 +64,7 @@ class Measured:
         most_nano: int | None = None,
     ) -> Demand:
         """What the matcher must find room for."""
-        return Demand(
+        demand = Demand(
             variant_id=self.variant.id,
             prompt_tokens=self.prompt_tokens,
             max_output_tokens=max_output_tokens or self.max_output_tokens,
@@ -71,14 +75,17 @@ class Measured:
             cached_tokens=cached_tokens,
             most_nano=most_nano,
         )
+        return demand if self.choice is ANY else self.choice.narrow(demand)
 
 
-async def measure(services: Services, chat: Inference) -> Measured:
-    """Resolve the model, count the prompt, bound the answer.
+async def measure(services: Services, chat: Inference, principal: Principal) -> Measured:
+    """Resolve the model within what the request and its key choose, count the prompt, bound the answer.
 
-    Raises UnknownModel (404) with the nearest names, and ContextLengthExceeded (400).
+    Raises UnknownModel (404) with the nearest names, ModelNotAllowed, InvalidBody and ContextLengthExceeded (400).
     """
-    variant = services.catalog.resolve(chat.model)
+    choice = sorted_by_alias(chat, choice_of(chat.provider, principal.routing))
+    variant = choose_variant(services, chat, choice, principal)
+    principal.require_model(variant.model_id)
     counted = await chat.count(variant)
     # Tokens of the largest slot that serves the variant now; without any, what the model was trained for.
     context = services.fleet.view.largest_context(variant.id) or variant.training_context
@@ -91,6 +98,8 @@ async def measure(services: Services, chat: Inference) -> Measured:
         client_bound=chat.max_tokens is not None,
         context=context,
         list_offers=lambda: services.fleet.view.offers(variant.id),
+        choice=choice,
+        model=variant.model_id if is_alias(chat.model) else chat.model,
     )
 
 
@@ -116,9 +125,10 @@ def bound_output(chat: Inference, default: int, prompt_tokens: int, context: int
     return asked if asked is not None else min(default, context - prompt_tokens)
 
 
-def find_all(services: Services, demand: Demand) -> Ranked:
-    """Rank every offer, breakers considered: in time that grows with their number, for answers that tell of all."""
-    offers = services.fleet.view.offers(demand.variant_id)
+def find_all(services: Services, demand: Demand, choice: Choice = ANY) -> Ranked:
+    """Rank every offer that the choice admits, breakers considered: in time that grows with their number, for answers
+    that tell of all."""
+    offers = [offer for offer in services.fleet.view.offers(demand.variant_id) if choice.admits(offer)]
     resting = services.fleet.resting(demand.variant_id)
     return rank(offers, demand, services.rng, rules=services.fleet.rules, resting=resting)
 
@@ -141,7 +151,7 @@ def quote(measured: Measured, ranked: Ranked, purse: Purse) -> dict[str, Any]:
     prompt, output = measured.prompt_tokens, measured.max_output_tokens
     answer: dict[str, Any] = {
         "object": "quote",
-        "model": measured.chat.model,
+        "model": measured.model,
         "prompt_tokens": prompt,
         "max_output_tokens": output,
         "max_output_is_default": not measured.client_bound,

@@ -128,6 +128,7 @@ class Filter(StrEnum):
     UNPROVEN = "on probation"
     BALANCE = "worst case above the balance"
     MEMORY = "too little free memory to load it"
+    CHOICE = "not among the providers asked for"
 
 
 @dataclass(frozen=True, slots=True)
