@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from marketplace.matching.live import CAPPED_S, Live
+from marketplace.matching.live import CAPPED_S, RHO_TAU_S, Live
 from marketplace.matching.rules import (
     SORT_FACTOR,
     TARGET_MARGIN,
@@ -73,6 +73,10 @@ class Cost(NamedTuple):
     money_s: float
 
 
+_make = tuple.__new__
+"""What a named tuple's own constructor does, without the frame of a function."""
+
+
 def want(demand: Demand, rules: Rules, usual: Rates) -> Want:
     """Prepare a demand. `usual` is what its variant usually costs."""
     weights = rules.weights(demand.service)
@@ -104,22 +108,27 @@ def want(demand: Demand, rules: Rules, usual: Rates) -> Want:
 def cost_of(live: Live, wanted: Want, now_s: float, cached: int = 0) -> Cost:
     """Predict and price one offer. `cached` tokens of the prompt are in its cache."""
     _, prompt, output, useful_ttft_s, useful_tpot_s, _, money_s, _, _, _, _, weights, queued, fresh_s = wanted
+    # The hottest lines of the matcher, some twenty times a pick: hence no calls, and attributes read once.
     backlog_s = live.free_at_s - now_s if live.free_at_s > now_s else 0.0
     step_s = live.step_s
+    prefill_s = live.prefill_s
+    context = live.context_tokens
     if live.kv_s:
         # Who still waits to be read joins those who decode one by one: half of them at a time.
-        waiting = min(live.context_tokens, backlog_s / live.prefill_s)
-        step_s += live.kv_s * (live.context_tokens + 0.5 * (prompt + output - waiting))
-    work_s = (prompt - cached) * (live.prefill_s + live.attention_s * (prompt + cached))
+        waiting = backlog_s / prefill_s
+        step_s += live.kv_s * (context + 0.5 * (prompt + output - (waiting if waiting < context else context)))
+    work_s = (prompt - cached) * (prefill_s + live.attention_s * (prompt + cached))
     if live.busy > 0:
-        work_s /= 1.0 - min(step_s / PACE_S, MOST_DECODING)
+        decoding = step_s / PACE_S
+        work_s /= 1.0 - (decoding if decoding < MOST_DECODING else MOST_DECODING)
     ttft_s = OVERHEAD_S + live.cold_s + work_s + backlog_s
     tpot_s = step_s
     if live.prefill_load_s and step_s < PACE_S:
-        tpot_s = min(PACE_S, step_s / (1.0 - live.prefill_share(now_s)))
-    if live.kv_tokens and live.context_tokens + prompt + output > live.kv_tokens:
+        share = live.prefill_load_s / (RHO_TAU_S + now_s - live.prefill_at_s)
+        tpot_s = step_s / (1.0 - share) if step_s < PACE_S * (1.0 - share) else PACE_S
+    if live.kv_tokens and context + prompt + output > live.kv_tokens:
         # Memory comes free as those who run end: all of it in about the time of one answer.
-        ttft_s += ((live.context_tokens + prompt + output) / live.kv_tokens - 1.0) * output * tpot_s
+        ttft_s += ((context + prompt + output) / live.kv_tokens - 1.0) * output * tpot_s
     money_s *= prompt * live.ask_input + output * live.ask_output
     if cached:
         money_s -= wanted.money_s * cached * live.ask_saved
@@ -137,7 +146,7 @@ def cost_of(live: Live, wanted: Want, now_s: float, cached: int = 0) -> Cost:
     aged_s = now_s - live.sampled_at_s - fresh_s
     if aged_s > 0.0:
         total_s += AGE_WEIGHT * aged_s
-    return Cost(total_s, ttft_s, tpot_s, work_s, money_s)
+    return _make(Cost, (total_s, ttft_s, tpot_s, work_s, money_s))
 
 
 def capped_bias_s(work_s: float, decode_s: float) -> float:

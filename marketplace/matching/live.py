@@ -24,7 +24,8 @@ HEADROOM_S: Final = 0.03
 CAPPED_S: Final = 0.2
 """What a power-capped device loses by a job that is all reading, and gains by one that is all writing."""
 RHO_TAU_S: Final = 10.0
-"""Over how long the share of prefill in a device's time is averaged."""
+"""Over how long the share of prefill in a device's time is averaged. It is forgotten as 1 / (1 + t), which costs a
+division where an exponential would cost a call, for each offer looked at."""
 
 
 class Live:
@@ -91,16 +92,12 @@ class Live:
             self.cold_s = COLD_LOAD_S if needed is None else needed / LOAD_BYTES_PER_S
         self.bias_s = HEADROOM_S * math.log2(max(1.0, offer.headroom)) + (PROBATION_S if offer.probation else 0.0)
 
-    def prefill_share(self, now_s: float) -> float:
-        """Part of the device's time that went into prompts lately, 0 to 0.9."""
-        share = self.prefill_load_s * math.exp((self.prefill_at_s - now_s) / RHO_TAU_S) / RHO_TAU_S
-        return share if share < 0.9 else 0.9
-
     def dispatch(self, work_s: float, tokens: int, now_s: float) -> None:
         """A prompt of `work_s` seconds is on its way there: it counts from now on, not from when its stream starts."""
         self.free_at_s = (self.free_at_s if self.free_at_s > now_s else now_s) + work_s
         self.prefill_total_s += work_s
-        self.prefill_load_s = self.prefill_load_s * math.exp((self.prefill_at_s - now_s) / RHO_TAU_S) + work_s
+        self.prefill_load_s *= RHO_TAU_S / (RHO_TAU_S + now_s - self.prefill_at_s)
+        self.prefill_load_s += work_s
         self.prefill_at_s = now_s
         self.context_tokens += tokens
 
