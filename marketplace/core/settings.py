@@ -82,6 +82,8 @@ class Settings(BaseSettings):
     settlement_batch: int = Field(default=5_000, ge=1, le=50_000)
     database_pool_size: int = 8
 
+    text_life_s: int = Field(default=7 * 86_400, ge=3_600)
+    """What a queued job asked and was answered is erased this long after its end; counts and prices stay."""
     batch_price_basis_points: int = Field(default=5_000, ge=1, le=10_000)
     """What a line of a batch costs, as a share of the node's ask: half by default. Pinned when the batch begins."""
     file_limit_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)

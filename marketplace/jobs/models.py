@@ -39,6 +39,11 @@ class Job(Base):
         ),
         Index("ix_jobs_open_deadline", "deadline_at", postgresql_where=text("state in ('queued','running')")),
         Index("ix_jobs_organisation_id_created_at", "organisation_id", "created_at"),
+        Index(
+            "ix_jobs_unerased",
+            "ended_at",
+            postgresql_where=text("ended_at is not null and (body is not null or result is not null)"),
+        ),
     )
 
     id: Mapped[UUID] = mapped_column(primary_key=True)

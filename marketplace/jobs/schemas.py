@@ -70,6 +70,8 @@ class JobObject(BaseModel):
     error: JobError | None
     result: dict[str, Any] | None = None
     """An OpenAI chat completion. Lists leave it out."""
+    erased: bool = False
+    """True once its texts were erased, some days after its end."""
 
 
 class JobList(BaseModel):
@@ -107,6 +109,7 @@ def job_object(view: JobView, model: str, *, with_result: bool = True) -> JobObj
         request_id=job.request_id,
         error=_error(job) if ended and job.outcome != Outcome.COMPLETE else None,
         result=job.result if with_result else None,
+        erased=ended and job.body is None,
     )
 
 

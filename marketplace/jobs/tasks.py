@@ -29,6 +29,7 @@ from marketplace.fleet.reservations import SyncReservations
 from marketplace.fleet.snapshot import read_fleet
 from marketplace.jobs import dispatch, idempotency, sweeping
 from marketplace.jobs.assignment import Assignment, Matcher, assign
+from marketplace.jobs.erasure import erase_texts
 from marketplace.jobs.hot import Close, Closed
 from marketplace.jobs.writer import run_in_session
 from marketplace.matching.rank import Rules
@@ -40,6 +41,7 @@ ASSIGN: Final = "jobs.assign"
 SWEEP: Final = "jobs.sweep"
 OUTBOX: Final = "jobs.outbox"
 FORGET: Final = "jobs.forget"
+ERASE: Final = "jobs.erase"
 
 MAX_ROUNDS: Final = 8
 """Rounds of one assignment task; the next tick goes on."""
@@ -68,6 +70,12 @@ def send_outbox() -> None:
         empty_outbox(process.session_factory(), _send())
     except BROKER_ERRORS as error:
         log.warning("outbox_waits", error=str(error))
+
+
+@task(ERASE)
+def erase_old_texts() -> None:
+    """Erase what jobs asked and were answered, once that is old enough."""
+    erase_old(process.session_factory(), get_settings().text_life_s)
 
 
 @task(FORGET)
@@ -148,6 +156,20 @@ def sweep(factory: SessionFactory, client: redis.Redis, settings: Settings) -> i
         log.info("swept", ended=ended)
     _expire_holds(factory)
     return ended
+
+
+def erase_old(factory: SessionFactory, life_s: float) -> int:
+    """Erase texts of jobs that ended longer ago than that, a batch a transaction. Returns of how many jobs."""
+    erased = 0
+    for _ in range(MAX_SWEEP_BATCHES):
+        with transaction(factory) as session:
+            found = erase_texts(session, older_than_s=life_s, limit=SWEEP_BATCH)
+        erased += found
+        if found < SWEEP_BATCH:
+            break
+    if erased:
+        log.info("texts_erased", jobs=erased)
+    return erased
 
 
 def _expire_holds(factory: SessionFactory) -> None:

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Final
 from uuid import UUID
 
-from sqlalchemy import func, select, tuple_
+from sqlalchemy import func, null, select, tuple_
 from sqlalchemy.orm import Session
 
 from marketplace.core.errors import BadRequest, Conflict, NotFound
@@ -94,7 +94,8 @@ def create(session: Session, organisation_id: UUID, key_id: UUID, wish: Wish) ->
         status="validating",
         completion_window=wish.completion_window,
         price_basis_points=wish.price_basis_points,
-        tags=dict(wish.metadata) if wish.metadata is not None else None,
+        tags=dict(wish.metadata) if wish.metadata is not None else null(),
+        errors=null(),
         created_at=now,
         expires_at=now + timedelta(seconds=seconds),
         total_lines=0,

@@ -14,7 +14,7 @@ from typing import Any, Final
 from uuid import UUID
 
 import msgspec
-from sqlalchemy import and_, func, insert, or_, select, update
+from sqlalchemy import and_, func, insert, null, or_, select, update
 from sqlalchemy.orm import Session
 
 from marketplace.accounts.models import Organisation
@@ -170,10 +170,13 @@ def _gather(session: Session, batch: Batch) -> int:
         line.result = msgspec.json.encode(job.result).decode() if job.result is not None else None
         if not complete:
             line.error_code, line.error_message = _error_of(job)
-        job.body = job.result = None
         batch.completed_lines += complete
         batch.failed_lines += not complete
     session.flush()
+    session.execute(
+        update(Job).where(Job.id.in_([job.id for _, job in rows])).values(body=null(), result=null()),
+        execution_options={"synchronize_session": False},
+    )
     return len(rows)
 
 
