@@ -343,8 +343,8 @@ def the_payout(story: Story) -> None:
     if not found or found[0].state != "paid":
         blocked = plans[0].blocked if plans else "it earned nothing"
         raise DemoFailed(f"the owner was not paid: {found[0].failure if found else blocked}")
-    for name, amount in found[0].statement["amounts"].items():
-        story.fact(name.replace("_", " "), f"${amount}")
+    for name, amount in payouts.statement_lines(found[0]):
+        story.fact(name, f"${amount}")
     report = reconciliation.reconcile(story.factory, payments, utcnow())
     if not report.clean:
         raise DemoFailed(f"ledger and processor differ: {report.breaks[0].story}")
@@ -359,6 +359,12 @@ def the_statement(story: Story, path: Path) -> None:
         )
     for name, value in finance.summary(statement):
         story.fact(name, value)
+    for line in statement.account.lines:
+        if line.nano:
+            story.fact(f"of these: {line.name}", usd(line.nano))
+    for state in statement.account.states:
+        if state.closing_nano:
+            story.fact(f"now {state.state.value}", usd(state.closing_nano))
     finance.write_csv(statement, path)
     story.fact("as CSV", path)
 

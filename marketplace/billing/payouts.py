@@ -31,6 +31,17 @@ MAX_LISTED: Final = 1_000
 REVERSAL_RETRY: Final = timedelta(days=1)
 """An owner's account that is below zero cannot give a transfer back: ask again each day."""
 
+STATEMENT_LINES: Final = (
+    "payable_before",
+    "earnings_released",
+    "kept_in_reserve",
+    "released_from_reserve",
+    "set_off_against_debt",
+    "paid_out",
+    "carried_over",
+)
+"""A payout's statement: the first five sum to the last two."""
+
 TRANSITIONS: Final[dict[str, frozenset[str]]] = {
     "awaiting_approval": frozenset({"scheduled", "cancelled"}),
     "scheduled": frozenset({"paying", "returned", "cancelled"}),
@@ -176,16 +187,16 @@ def pay_owner(session: Session, run: PayoutRun, owner: owners.Owner, *, now: dat
 def _statement(run: PayoutRun, found: Plan, opening_nano: int) -> dict[str, Any]:
     """What the owner is told, in decimal strings of USD: opening + changes = amount + left."""
     due = found.due
-    shown = {
-        "payable_before": opening_nano,
-        "earnings_released": due.released_nano,
-        "kept_in_reserve": -due.reserved_nano,
-        "released_from_reserve": due.reserve_released_nano,
-        "set_off_against_debt": -due.netted_nano,
-        "paid_out": minor.from_minor(found.amount_minor, port.CURRENCY),
-        "carried_over": found.left_nano,
-    }
-    amounts = {name: ledger.format_nano(nano) for name, nano in shown.items()}
+    nanos = (
+        opening_nano,
+        due.released_nano,
+        -due.reserved_nano,
+        due.reserve_released_nano,
+        -due.netted_nano,
+        minor.from_minor(found.amount_minor, port.CURRENCY),
+        found.left_nano,
+    )
+    amounts = {name: ledger.format_nano(nano) for name, nano in zip(STATEMENT_LINES, nanos, strict=True)}
     return {"run": run.key, "owner": found.owner_name, "currency": port.CURRENCY.upper(), "amounts": amounts}
 
 
@@ -198,6 +209,12 @@ def _transfer(session: Session, payout: Payout, now: datetime) -> None:
         group=payout.id.hex,
     )
     outgoing.intend(session, wish, organisation_id=payout.organisation_id, now=now)
+
+
+def statement_lines(payout: Payout) -> list[tuple[str, str]]:
+    """What the owner is told with the money, in order: (line, USD)."""
+    amounts = payout.statement["amounts"]
+    return [(name.replace("_", " "), str(amounts[name])) for name in STATEMENT_LINES]
 
 
 def check_cover(session: Session, held_minor: int) -> None:

@@ -70,8 +70,8 @@ def status(
     tables.show(table)
     for each in found if owner is not None else ():
         typer.echo(f"\nStatement of {each.id.hex} ({each.statement['run']})")
-        for line, amount in each.statement["amounts"].items():
-            typer.echo(f"  {line.replace('_', ' '):<24} {amount}")
+        for line, amount in payouts.statement_lines(each):
+            typer.echo(f"  {line:<24} {amount}")
 
 
 @payouts_app.command()
