@@ -23,7 +23,9 @@ def run_gateway(
 ) -> None:
     """Serve the renters' API and the agents' socket."""
     overrides = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
-    serve_gateway(Settings(**overrides))  # type: ignore[arg-type]
+    settings = Settings(**overrides)  # type: ignore[arg-type]
+    migrations.require_upgraded(settings.database_url)
+    serve_gateway(settings)
 
 
 def serve_gateway(settings: Settings) -> None:

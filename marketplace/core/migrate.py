@@ -14,6 +14,8 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, MetaData, NullPool, create_engine, text
 
+from marketplace.core.errors import Conflict
+
 LOCK_KEY = 0x66616C6C6F77
 """Advisory lock: processes that start together migrate one after the other."""
 LOCK_WAIT_MS = 60_000
@@ -46,11 +48,38 @@ _FACTS = text(
 )
 
 
+class WrongVersion(Conflict):
+    """Program and database do not fit together; the message says which of them is older, and what to do."""
+
+    code = "wrong_version"
+
+
 def upgrade(database_url: str) -> None:
-    """Apply every migration that is missing, in one transaction. Safe to call from many processes at once."""
+    """Apply every migration that is missing, in one transaction. Safe to call from many processes at once.
+
+    Raises WrongVersion if a newer version of this program has migrated the database already.
+    """
     with _locked(database_url) as (connection, config):
+        applied, known = _versions(connection, config)
+        if not applied <= known:
+            raise WrongVersion(
+                f"A newer Fallow has used this database (its version: {_named(applied)}); this one knows up to "
+                f"{_named(set(ScriptDirectory.from_config(config).get_heads()))}. Install the newer one again."
+            )
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
+
+
+def require_upgraded(database_url: str) -> None:
+    """Raises WrongVersion if migrations are missing. A newer database is fine: during an update, versions overlap."""
+    with _locked(database_url) as (connection, config):
+        applied, known = _versions(connection, config)
+        newest = set(ScriptDirectory.from_config(config).get_heads())
+        if applied <= known and applied != newest:
+            raise WrongVersion(
+                f"The database is older than this program ({_named(applied)}, not {_named(newest)}): "
+                "run `fallow migrate`."
+            )
 
 
 def check(database_url: str) -> list[str]:
@@ -98,6 +127,16 @@ def _locked(database_url: str) -> Iterator[tuple[Connection, Config]]:
         yield connection, config
         if transaction.is_active:
             transaction.commit()
+
+
+def _versions(connection: Connection, config: Config) -> tuple[set[str], set[str]]:
+    """The migrations at which the database stands, and all that this program knows."""
+    applied = set(MigrationContext.configure(connection).get_current_heads())
+    return applied, {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
+
+
+def _named(versions: set[str]) -> str:
+    return ", ".join(sorted(versions)) or "empty"
 
 
 def _differences(connection: Connection, metadatas: list[MetaData]) -> list[str]:

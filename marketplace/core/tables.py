@@ -22,7 +22,8 @@ def console() -> Console:
 def show(table: Table, on: Console | None = None) -> None:
     """Print a table without frames. What does not fit wraps within its column."""
     table.box = SIMPLE_HEAD
-    table.pad_edge = False
+    table.pad_edge = table.show_edge = False
+    table.padding = (0, 1, 0, 0)
     for column in table.columns:
         column.overflow = "fold"
     (on or console()).print(table)

@@ -60,3 +60,17 @@ class TestUpgrade:
         with psycopg.connect(database_url, autocommit=True) as connection:
             connection.execute("delete from alembic_version")
         assert "no migration" in migrate.check(database_url)[0]
+
+    def test_a_program_that_is_newer_than_its_database_does_not_start(self, database_url: str) -> None:
+        migrate.require_upgraded(database_url)
+        with psycopg.connect(database_url, autocommit=True) as connection:
+            connection.execute("update alembic_version set version_num = '0001'")
+        with pytest.raises(migrate.WrongVersion, match=r"older than this program \(0001, .*run `fallow migrate`"):
+            migrate.require_upgraded(database_url)
+
+    def test_a_program_that_is_older_serves_during_an_update_but_migrates_nothing(self, database_url: str) -> None:
+        with psycopg.connect(database_url, autocommit=True) as connection:
+            connection.execute("update alembic_version set version_num = '9999'")
+        migrate.require_upgraded(database_url)
+        with pytest.raises(migrate.WrongVersion, match=r"A newer Fallow has used this database \(its version: 9999"):
+            migrate.upgrade(database_url)

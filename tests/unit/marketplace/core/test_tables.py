@@ -20,7 +20,7 @@ class TestShow:
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.delenv("COLUMNS", raising=False)
-        assert shown(capsys).splitlines()[-2].split() == [*[NODE] * 4, "$0.000356936", "$0.000356936"]
+        assert shown(capsys).splitlines()[-1].split() == [*[NODE] * 4, "$0.000356936", "$0.000356936"]
 
     def test_cuts_nothing_off_in_a_narrow_window(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
