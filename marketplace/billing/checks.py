@@ -112,6 +112,22 @@ _JOURNALS = """
                        where journal_id = s.journal_id and amount_nano > 0) p on true
     where p.nano is distinct from s.nano
 """
+_FLOORS = """
+    select o.id, format('may be held down to %s nano, has %s promotional', b.floor_nano, coalesce(p.posted_nano, 0))
+    from organisations o join ledger_balances b on b.account_id = o.credit_account_id
+    left join ledger_accounts a on a.code = 'renter:' || replace(o.id::text, '-', '') || ':promotional'
+    left join ledger_balances p on p.account_id = a.id
+    where b.floor_nano is distinct from -coalesce(p.posted_nano, 0)
+"""
+_TRANSIT = """
+    select a.reference, format('has %s nano in transit, open payouts over %s', b.posted_nano, p.nano)
+    from ledger_accounts a join ledger_balances b on b.account_id = a.id
+    cross join lateral (
+      select coalesce(sum(amount_minor), 0)::bigint * 10000000 as nano from payouts
+      where replace(organisation_id::text, '-', '') = a.reference
+        and state in ('awaiting_approval', 'scheduled', 'paying', 'returning')) p
+    where a.code like 'owner:%' and a.code like '%transit' and b.posted_nano <> p.nano
+"""
 _OVERDUE = """
     select j.id, format('is %s, %s past its deadline', j.state, now() - j.deadline_at)
     from jobs j where j.state in ('queued', 'running') and j.deadline_at < now() - make_interval(secs => :grace_s)
@@ -130,6 +146,8 @@ def invariants(session: Session, *, since: datetime | None = None, grace_s: floa
     rules = dict(_RULES)
     if since is None:
         rules["a settlement moves what its receipts say"] = _JOURNALS
+        rules["what may be held is paid and promotional credit"] = _FLOORS
+        rules["what is in transit is in open payouts"] = _TRANSIT
     for rule, query in rules.items():
         rows = session.execute(text(f"{query.format(recent=recent)} limit {MAX_FINDINGS_PER_RULE}"), parameters)
         findings += [f"{rule}: {subject} {story}" for subject, story in rows]

@@ -37,6 +37,26 @@ def add(
 
 
 @app.command()
+def promote(
+    organisation: Annotated[str, typer.Argument(help="The organisation's name.")],
+    amount: Annotated[str, typer.Argument(help="USD, a plain decimal such as 25.00.")],
+    reason: Annotated[str, typer.Argument(help="Why it is given.")],
+    key: Annotated[
+        str | None, typer.Option(help="Idempotency key: the same key gives once. Random unless given.")
+    ] = None,
+) -> None:
+    """Give promotional credit: spent first, never refunded, never paid out."""
+    try:
+        nano = ledger.parse_nano(amount)
+        with transaction(session_factory()) as session:
+            renter = find_organisation(session, organisation)
+            service.grant_promotion(session, renter.id, nano, key or f"cli-{new_id().hex}", reason)
+            _print(organisation, service.balance(session, renter.id))
+    except (FallowError, ledger.InvalidAmount) as error:
+        _fail(error)
+
+
+@app.command()
 def show(organisation: Annotated[str, typer.Argument(help="The organisation's name.")]) -> None:
     """Show what is paid in, held and available."""
     try:
@@ -52,6 +72,8 @@ def _print(organisation: str, credit: service.Credit) -> None:
     typer.echo(
         f"  credit {ledger.format_nano(credit.posted_nano)} USD, held {ledger.format_nano(credit.held_nano)} USD"
     )
+    if credit.promotional_nano:
+        typer.echo(f"  promotional {ledger.format_nano(credit.promotional_nano)} USD, spent first, never refunded")
 
 
 def _fail(error: Exception) -> None:

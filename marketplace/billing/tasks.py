@@ -31,6 +31,8 @@ RECONCILE = "billing.reconcile"
 RECONCILED_EVERY = timedelta(hours=23)
 """Daily, whatever restarts in between."""
 RECONCILE_TIME_S = 1_800
+CALLS_TIME_S = 120
+"""A slow processor may take so long; what is broken off is looked up afterwards."""
 SETTLE_TIME_S = 15.0
 """One task settles no longer than this: the next tick goes on."""
 SEAL_TIME_S = 15.0
@@ -117,13 +119,13 @@ def _payments() -> Payments:
     return payments
 
 
-@shared_task(name=WEBHOOK)  # type: ignore[untyped-decorator]
+@shared_task(name=WEBHOOK, soft_time_limit=CALLS_TIME_S, time_limit=CALLS_TIME_S + 30)  # type: ignore[untyped-decorator]
 def webhook(event_row: int) -> str:
     """Apply one event that came."""
     return inbox.process(session_factory(), _payments(), event_row, utcnow())
 
 
-@shared_task(name=PAYMENTS)  # type: ignore[untyped-decorator]
+@shared_task(name=PAYMENTS, soft_time_limit=CALLS_TIME_S, time_limit=CALLS_TIME_S + 30)  # type: ignore[untyped-decorator]
 def drive_payments() -> int:
     """Send what was written down and is due, and apply events whose nudge was lost. Returns how many."""
     factory, payments, now = session_factory(), _payments(), utcnow()

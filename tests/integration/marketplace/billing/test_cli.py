@@ -44,3 +44,11 @@ class TestCredit:
         refused = runner.invoke(cli.app, arguments)
         assert refused.exit_code == 1
         assert reason in refused.output
+
+    def test_promotional_credit_stands_apart(self, runner: CliRunner) -> None:
+        runner.invoke(cli.app, ["add", "Ada's lab", "5"])
+        for _ in range(2):
+            given = runner.invoke(cli.app, ["promote", "Ada's lab", "2.50", "a welcome", "--key", "welcome"])
+        assert "7.50 USD available" in given.output
+        assert "credit 5.00 USD" in given.output
+        assert "promotional 2.50 USD" in given.output
