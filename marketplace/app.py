@@ -31,6 +31,7 @@ from marketplace.gateway.chat import ChatApp
 from marketplace.gateway.demand import DemandNotes
 from marketplace.gateway.http import Receive, Scope, Send
 from marketplace.gateway.idempotency import Idempotent, Leases
+from marketplace.gateway.openapi import describe
 from marketplace.gateway.outcomes import Ending
 from marketplace.gateway.pulse import Pulse
 from marketplace.gateway.queue_runner import QueueRunner
@@ -95,6 +96,7 @@ class Gateway:
             services.fleet.router,
         )
         api = make_api(services, routers)
+        describe(api)
         api.state.payments = payments
         uploads = {batch_endpoints.FILES_PATH: services.settings.file_limit_bytes + batch_endpoints.MULTIPART_BYTES}
         bounded = Bounded(api, services.settings.body_limit_bytes, uploads)
