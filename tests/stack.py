@@ -51,7 +51,9 @@ from tests.vocabularies import MODEL_ID, smollm2_path
 from tests.wires import Wire
 
 START_S: Final = 60.0
-LEASE_S: Final = 3.0
+LEASE_S: Final = 6.0
+"""More than half of the ten seconds for which a dead gateway is still believed: a queued job that is sent there twice
+has its third attempt elsewhere."""
 SWEEP_S: Final = 2.0
 ASK: Final = {"ask_input": "0.05", "ask_cached_input": "0.01", "ask_output": "0.20"}
 CREDIT_NANO: Final = 1_000_000_000

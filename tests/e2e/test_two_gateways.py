@@ -27,9 +27,9 @@ def ran_at(stack: Stack, seen: Seen) -> str:
 class TestAtTheOtherGateway:
     def test_a_stream_is_served_token_by_token(self, stack: Stack) -> None:
         client = stack.client("gw-1", stack.renter())
-        seen = stream(client, "Count from one to ten.", max_tokens=24)
+        seen = stream(client, "Tell me about the sea.", max_tokens=24)
         assert seen.complete, seen
-        assert len(seen.pieces) > 10
+        assert len(seen.pieces) >= 3
         assert_invariants(stack, [seen])
         assert ran_at(stack, seen) != gateway_of_the_node(stack)
 

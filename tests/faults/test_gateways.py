@@ -47,7 +47,7 @@ class TestAGatewayKilledMidStream:
             background.add(stream, linked, "I reach it over the link.", model="solo", max_tokens=900, on_piece=kill)
             seen = background.all()
         assert [each.error for each in seen] == ["connection", "platform_failed"]
-        until(lambda: stack.at_rest("solo"), "an idle engine", within_s=8)
+        until(lambda: stack.at_rest("solo"), "an idle engine", within_s=12)
         assert_invariants(stack, seen)
         for each in seen:
             assert_paid_by_us(stack, each)
@@ -61,7 +61,7 @@ class TestAGatewayKilledMidStream:
         seen = stream(client, "And one that breaks.", model="solo", on_piece=kill, max_tokens=900)
         assert answered.complete
         assert seen.error == "connection"
-        until(lambda: stack.at_rest("solo"), "an idle engine", within_s=8)
+        until(lambda: stack.at_rest("solo"), "an idle engine", within_s=12)
         assert_invariants(stack, [answered, seen])
         assert_paid_by_us(stack, seen)
 

@@ -144,7 +144,7 @@ class TestAWireThatBreaks:
             return True
 
         seen = stream(client, "Not a word more.", model="solo", on_piece=leave, max_tokens=900)
-        until(lambda: stack.at_rest(solo.name), "an idle engine", within_s=8)
+        until(lambda: stack.at_rest(solo.name), "an idle engine", within_s=12)
         assert_invariants(stack, [seen])
         assert outcome_of(stack, seen) == "cancelled"
 
