@@ -7,12 +7,12 @@ from typing import Annotated
 from uuid import UUID
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from marketplace.accounts import service
 from marketplace.accounts.models import ApiKey
+from marketplace.core import tables
 from marketplace.core.amounts import nano_of, usd
 from marketplace.core.clock import utcnow
 from marketplace.core.process import command_session
@@ -36,7 +36,7 @@ def list_organisations() -> None:
     table = Table("id", "name", "since")
     for organisation in found:
         table.add_row(str(organisation.id), escape(organisation.name), f"{organisation.created_at:%Y-%m-%d}")
-    Console().print(table)
+    tables.show(table)
 
 
 @org.command("members")
@@ -47,7 +47,7 @@ def list_members(organisation: Annotated[str, typer.Argument(help="The organisat
     table = Table("e-mail", "roles", "since")
     for row in found:
         table.add_row(escape(row.email), ", ".join(row.roles), f"{row.created_at:%Y-%m-%d}")
-    Console().print(table)
+    tables.show(table)
 
 
 @org.command("add-member")
@@ -123,7 +123,7 @@ def list_keys(organisation: Annotated[str, typer.Argument(help="The organisation
     for row in found:
         limits = (str(row.requests_per_minute), str(row.parallel_requests))
         table.add_row(str(row.id), f"{row.shown_prefix}…", escape(row.name), ", ".join(row.roles), *limits, _state(row))
-    Console().print(table)
+    tables.show(table)
 
 
 @key.command("budget")
