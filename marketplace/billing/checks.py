@@ -115,7 +115,7 @@ _JOURNALS = """
 _FLOORS = """
     select o.id, format('may be held down to %s nano, has %s promotional', b.floor_nano, coalesce(p.posted_nano, 0))
     from organisations o join ledger_balances b on b.account_id = o.credit_account_id
-    left join ledger_accounts a on a.code = 'renter:' || replace(o.id::text, '-', '') || ':promotional'
+    left join ledger_accounts a on a.code = 'renter\\:' || replace(o.id::text, '-', '') || '\\:promotional'
     left join ledger_balances p on p.account_id = a.id
     where b.floor_nano is distinct from -coalesce(p.posted_nano, 0)
 """
