@@ -380,10 +380,10 @@ class FleetIndex:
             if ceiling is not None and not cell.floor.within(ceiling):
                 continue
             for live in self._sift(cell, cell.sample(sample, rng, fullest=queued), sieve):
-                if live in seen:
+                if seen and live in seen:
                     continue
                 cost = cost_of(live, wanted, now_s)
-                alike = len(cell.levels[live.level])
+                alike = len(cell.levels[live.level]) if large else 1
                 found.append((live, cost, alike / sample if alike > sample else 1.0))
                 best = min(best, cost.total_s)
             if len(found) >= most:

@@ -1,8 +1,8 @@
 """The simulation: requests arrive, a policy places them, engines work, owners come and go. Discrete events, seeded.
 
 The same seed, fleet and trace give the same result to the last digit. A request that nobody can serve now waits at the
-gateway and is tried again, the more often the less time it has, until its first token could no longer be useful: then
-it is refused (a 503 to its renter). A node that goes takes what runs there along: what had no first token
+gateway and is tried again, until its first token could no longer be useful: then it is refused (a 503 to its
+renter). A node that goes takes what runs there along: what had no first token
 yet moves to another node at no one's cost, the rest is interrupted.
 """
 
@@ -24,10 +24,8 @@ from marketplace.matching.types import Refusal
 
 MAX_TRIES: Final = 10
 """Nodes that may go under one request before its first token."""
-RETRY_PART: Final = 0.5
-"""A request that waits is tried again after this part of the time that it has left..."""
-LEAST_RETRY_S: Final = 0.2
-MOST_RETRY_S: Final = 0.5
+RETRY_EVERY_S: Final = 0.5
+"""How often a request that waits is tried again. More often gained nothing in any trace: predictions change slowly."""
 MAX_CACHED_NODES: Final = 6
 """Nodes with the longest cached beginnings that a policy hears of."""
 BOUND_PART: Final = 0.99
@@ -176,8 +174,7 @@ class _World:
         prompt = run.prompt
         policy = self.policy
         cached = self._cached(run.blocks) if run.blocks and policy.wants_prefixes else _NOTHING
-        target = self.fleet.target
-        useful_s = run.at_s + target.ttft_base_s + prompt / target.ttft_tokens_per_s - now_s - self.fleet.network_s
+        useful_s = self._left_s(run, now_s)
         output = run.output
         bound = self.bound if self.bound > output else output
         choice = policy.choose(Order(prompt, bound, cached, useful_s), now_s)
@@ -226,16 +223,17 @@ class _World:
     def _wait(self, run: Run, now_s: float) -> None:
         """Try again later, or not at all any more."""
         run.state = states.WAITING
-        left_s = run.at_s + self.fleet.target.ttft_s(run.prompt) - self.fleet.network_s - now_s
+        left_s = self._left_s(run, now_s)
         if left_s <= 0.0:
-            self._refuse(run)
+            run.state = states.REFUSED
+            self.unfinished -= 1
             return
-        delay_s = min(MOST_RETRY_S, max(LEAST_RETRY_S, RETRY_PART * left_s))
-        heappush(self.events, (now_s + delay_s, _Kind.RETRY, run.number, 0))
+        heappush(self.events, (now_s + min(RETRY_EVERY_S, left_s), _Kind.RETRY, run.number, 0))
 
-    def _refuse(self, run: Run) -> None:
-        run.state = states.REFUSED
-        self.unfinished -= 1
+    def _left_s(self, run: Run, now_s: float) -> float:
+        """Until a first token from a node would come too late to be useful."""
+        target = self.fleet.target
+        return run.at_s + target.ttft_base_s + run.prompt / target.ttft_tokens_per_s - self.fleet.network_s - now_s
 
     # --- events ---------------------------------------------------------------------------------------------------
 
@@ -247,7 +245,7 @@ class _World:
                 self._work(engine, now_s)
         elif kind == _Kind.RETRY:
             run = self.outcome.runs[node]
-            if not self._place(run, now_s):
+            if self._left_s(run, now_s) <= 0.0 or not self._place(run, now_s):
                 self._wait(run, now_s)
         elif kind == _Kind.REPORT:
             self.policy.report(now_s)
