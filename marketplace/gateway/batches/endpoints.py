@@ -30,7 +30,7 @@ from marketplace.gateway.batches.schemas import (
     file_object,
 )
 from marketplace.gateway.batches.service import Wish
-from marketplace.gateway.deps import GatewayServices, Renter
+from marketplace.gateway.deps import GatewayServices, Renter, RequestId
 from marketplace.gateway.parse import InvalidBody, ShortText, decode_strict
 from marketplace.gateway.services import Services
 from marketplace.gateway.surface import SURFACES
@@ -62,13 +62,9 @@ class BatchBody(Struct, frozen=True, forbid_unknown_fields=True):
 async def upload(request: Request, services: GatewayServices, principal: Renter) -> FileObject:
     """Store the input of a batch: JSONL, one request a line."""
     services.require_open()
-    limits = await services.limiter.acquire(principal)
-    try:
-        async with request.form(max_files=1, max_fields=8) as form:
-            file, life_s = _read_form(form, services)
-            return await asyncio.to_thread(_store, services, principal, file, life_s)
-    finally:
-        services.in_background(services.limiter.release(limits))
+    async with services.limited(principal), request.form(max_files=1, max_fields=8) as form:
+        file, life_s = _read_form(form, services)
+        return await asyncio.to_thread(_store, services, principal, file, life_s)
 
 
 @router.get(FILES_PATH)
@@ -172,12 +168,16 @@ async def _content(services: Services, file_id: UUID) -> AsyncIterator[bytes]:
 
 
 @router.post("/v1/batches")
-async def create_batch(request: Request, services: GatewayServices, principal: Renter) -> BatchObject:
+async def create_batch(
+    request: Request, services: GatewayServices, principal: Renter, request_id: RequestId
+) -> BatchObject:
     """Begin a batch. Its lines are checked first; then they run as there is room, until its window ends."""
     services.require_open()
     body = decode_strict(await request.body(), BatchBody)
     if body.endpoint not in SURFACES:
         raise InvalidBody(f"`endpoint` is one of {', '.join(SURFACES)}.", param="endpoint")
+    if principal.routing is not None:
+        raise InvalidBody("A batch runs wherever it costs least: it takes no key that has a choice of providers.")
     wish = Wish(
         input_file_id=ids.parse("file", body.input_file_id),
         endpoint=body.endpoint,
@@ -185,13 +185,15 @@ async def create_batch(request: Request, services: GatewayServices, principal: R
         metadata=body.metadata,
         price_basis_points=services.settings.batch_price_basis_points,
     )
-    limits = await services.limiter.acquire(principal)
-    try:
-        return await _in_transaction(
-            services, lambda s: batch_object(service.create(s, principal.organisation_id, principal.key_id, wish), 0)
-        )
-    finally:
-        services.in_background(services.limiter.release(limits))
+    # A claim that outlived its gateway keeps its request id, and so finds the batch that it made.
+    batch_id = UUID(hex=request_id.removeprefix("req_")) if getattr(request.state, "idempotent", False) else None
+
+    def create(session: Session) -> BatchObject:
+        made = service.create(session, principal.organisation_id, principal.key_id, wish, batch_id=batch_id)
+        return batch_object(made, 0)
+
+    async with services.limited(principal):
+        return await _in_transaction(services, create)
 
 
 @router.get("/v1/batches")

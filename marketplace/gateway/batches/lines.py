@@ -117,6 +117,8 @@ def parse_request(body: bytes, endpoint: str) -> Inference:
     if request.stream:
         raise InvalidBody("The answers of a batch are fetched, not streamed: leave `stream` out.", param="stream")
     if request.provider is not None:
+        raise InvalidBody("A batch runs wherever it costs least: its lines take no `provider`.", param="provider")
+    if request.provider is not None:
         raise InvalidBody("A batch runs wherever it costs least: it takes no `provider`.", param="provider")
     return request
 

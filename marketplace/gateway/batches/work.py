@@ -17,9 +17,9 @@ import msgspec
 from sqlalchemy import and_, func, insert, null, or_, select, update
 from sqlalchemy.orm import Session
 
-from marketplace.accounts.models import Organisation
+from marketplace.accounts.models import ApiKey, Organisation
 from marketplace.catalog.service import Catalog, PromptCount, VariantView
-from marketplace.core.errors import FallowError
+from marketplace.core.errors import FallowError, Forbidden
 from marketplace.core.ids import new_id
 from marketplace.core.logs import get_logger
 from marketplace.gateway.batches import files
@@ -110,7 +110,14 @@ def advance(session: Session, batch_id: UUID, means: Means) -> bool:
 
 def _validate(session: Session, batch: Batch, means: Means) -> bool:
     means.catalog.refresh()
-    checked = check(files.content(session, batch.input_file_id), batch.endpoint, means.catalog.resolve)
+    key = session.get_one(ApiKey, batch.key_id)
+
+    def resolve(model: str) -> None:
+        variant = means.catalog.resolve(model)
+        if key.models is not None and variant.model_id not in key.models:
+            raise Forbidden(f"The key of this batch may not use {variant.model_id}.", param="model")
+
+    checked = check(files.content(session, batch.input_file_id), batch.endpoint, resolve)
     if checked.errors:
         batch.status, batch.errors, batch.failed_at = "failed", checked.errors, _now(session)
         return False
@@ -137,7 +144,7 @@ def _validate(session: Session, batch: Batch, means: Means) -> bool:
 def _progress(session: Session, batch: Batch, means: Means) -> bool:
     gathered = _gather(session, batch)
     open_lines = _count(session, batch, "open")
-    stopped = batch.status == "cancelling" or batch.expires_at <= _now(session)
+    stopped = batch.status == "cancelling" or batch.expires_at <= _now(session) or _key_ended(session, batch)
     if stopped:
         if batch.status == "cancelling":
             _stop_jobs(session, batch)
@@ -337,6 +344,14 @@ class BatchExpired(FallowError):
     type = "timeout_error"
 
 
+class KeyEnded(FallowError):
+    """The key that began the batch was revoked, or is over, before this line's turn."""
+
+    status = 401
+    code = "invalid_api_key"
+    type = "authentication_error"
+
+
 class BatchCancelled(FallowError):
     """The batch was cancelled before this line's turn."""
 
@@ -350,6 +365,9 @@ def _settle_waiting(session: Session, batch: Batch) -> int:
     if batch.status == "cancelling":
         error: FallowError = BatchCancelled("The batch was cancelled before this request ran. Nothing was charged.")
         outcome = Outcome.CANCELLED_EARLY
+    elif _key_ended(session, batch):
+        error = KeyEnded("The key of this batch is no longer valid, so this request did not run. Nothing was charged.")
+        outcome = Outcome.REQUEST_REJECTED
     else:
         error = BatchExpired("The batch's time was up before this request ran. Nothing was charged.")
         outcome = Outcome.EXPIRED
@@ -357,6 +375,11 @@ def _settle_waiting(session: Session, batch: Batch) -> int:
     if records:
         run_in_session(session, records)
     return len(lines)
+
+
+def _key_ended(session: Session, batch: Batch) -> bool:
+    over = or_(ApiKey.revoked_at <= func.clock_timestamp(), ApiKey.expires_at <= func.clock_timestamp())
+    return session.scalar(select(ApiKey.id).where(ApiKey.id == batch.key_id, over)) is not None
 
 
 def _stop_jobs(session: Session, batch: Batch) -> None:

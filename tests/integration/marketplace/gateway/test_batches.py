@@ -160,6 +160,25 @@ class TestABatch:
 
         asyncio.run(story())
 
+    def test_ends_with_its_key(self, settings: Settings, session_factory: SessionFactory) -> None:
+        renter = add_renter(session_factory)
+
+        async def story() -> None:
+            async with world(settings, session_factory) as market, working(market):
+                client = market.client(renter)
+                batch = await begin(client, chat_line("a"))
+                await until(lambda: states(session_factory) == ["in_progress"])
+                with transaction(session_factory) as session:
+                    session.execute(text("update api_keys set revoked_at = now()"))
+                await until(lambda: states(session_factory) == ["completed"])
+                with session_factory() as session:
+                    assert list(session.scalars(select(BatchLine.error_code))) == ["invalid_api_key"]
+                assert market.books.outcomes() == ["request_rejected"]
+                assert market.books.jobs() == []
+                assert batch.status == "validating"
+
+        asyncio.run(story())
+
     def test_of_text_completions_answers_in_their_shape(
         self, settings: Settings, session_factory: SessionFactory
     ) -> None:
@@ -335,6 +354,7 @@ class TestTheInput:
             json.dumps(chat_line("c", stream=True)).encode(),
             json.dumps(chat_line("d", model="nonesuch")).encode(),
             json.dumps(chat_line("e", temperatur=1)).encode(),
+            json.dumps(chat_line("g", provider={"sort": "price"})).encode(),
             b'{"custom_id":"f","method":"GET","url":"/v1/chat/completions","body":{}}',
             b"\xff\xfe",
         ]
@@ -356,8 +376,9 @@ class TestTheInput:
                     5: ("invalid_request", "body.stream"),
                     6: ("model_not_found", "body.model"),
                     7: ("invalid_request", "body.temperatur"),
-                    8: ("invalid_request", "method"),
-                    9: ("invalid_request", None),
+                    8: ("invalid_request", "body.provider"),
+                    9: ("invalid_request", "method"),
+                    10: ("invalid_request", None),
                 }
                 assert market.books.outcomes() == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +27,7 @@ class TestSplitting:
     def test_does_not_depend_on_how_the_file_comes_in(self, parts: list[bytes], cuts: list[int]) -> None:
         whole = b"\n".join(parts)
         edges = sorted({0, len(whole), *(min(cut, len(whole)) for cut in cuts)})
-        pieces = [whole[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+        pieces = [whole[start:end] for start, end in pairwise(edges)]
         expected = whole.split(b"\n")
         if expected[-1] == b"":
             expected.pop()
@@ -57,9 +58,7 @@ class TestChecking:
 
 class TestResults:
     def test_hold_answer_and_error_apart(self) -> None:
-        good = json.loads(
-            result_line("r", "a", answer='{"id":"x"}', status_code=200, request_id="req_1", error=None)
-        )
+        good = json.loads(result_line("r", "a", answer='{"id":"x"}', status_code=200, request_id="req_1", error=None))
         assert good["response"] == {"status_code": 200, "request_id": "req_1", "body": {"id": "x"}}
         assert good["error"] is None
         bad = json.loads(
