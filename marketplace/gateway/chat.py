@@ -134,7 +134,9 @@ class ChatApp:
         services, notes = self._services, self._services.notes
         try:
             placement = await interactive.admit()
-        except NoCapacity:
+        except NoCapacity as error:
+            for reason in error.details["refused"]:
+                services.metrics.refusals.labels(reason).inc()
             if notes is not None:
                 offers = measured.offers
                 resting = services.fleet.breakers.resting(

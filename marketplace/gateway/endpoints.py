@@ -106,6 +106,7 @@ async def figures(request: Request, services: GatewayServices) -> Response:
         principal = await services.authenticate(request.scope)
         principal.require("operator")
     services.metrics.active.set(services.pulse.active)
+    services.metrics.waiting.set(services.writer.waiting)
     return Response(services.metrics.render(), media_type=metrics.CONTENT_TYPE)
 
 

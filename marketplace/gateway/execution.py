@@ -414,8 +414,13 @@ class Execution:
     def _count(self, run: AttemptRun, settled: Settled) -> None:
         metrics = self._services.metrics
         metrics.outcomes.labels(self.work.endpoint, settled.outcome.value).inc()
-        if settled.priced is not None and settled.outcome is not Outcome.PLATFORM_FAILED:
+        if settled.priced is None:
+            return
+        if settled.outcome is Outcome.PLATFORM_FAILED:
+            metrics.losses.inc(settled.priced.owner_nano)
+        else:
             metrics.charged.inc(settled.priced.gross_nano)
+            metrics.fees.inc(settled.priced.fee_nano)
             metrics.add_tokens(settled.tokens)
 
 

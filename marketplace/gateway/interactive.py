@@ -129,6 +129,8 @@ class Interactive:
                 raise
             if admitted.ok:
                 self.admitted = True
+                now = asyncio.get_running_loop().time()
+                self._services.metrics.admission.observe(now - self._caller.arrived_at)
                 self._services.fleet.retries.request(offer.variant_id, self._services.now())
                 return Placement(offer, attempt_id, 1)
             # Awaited: what comes next must see the slot free again.
@@ -362,7 +364,11 @@ class Interactive:
 
     def _observe_first_token(self, run: AttemptRun) -> None:
         if run.first_token_at is not None:
-            self._services.metrics.ttft.observe(run.first_token_at - self._caller.arrived_at)
+            metrics = self._services.metrics
+            metrics.ttft.observe(run.first_token_at - self._caller.arrived_at)
+            if run.token_count > 1:
+                took_s = asyncio.get_running_loop().time() - run.first_token_at
+                metrics.tpot.observe(took_s / (run.token_count - 1))
 
     async def _show(self, settled: Settled) -> None:
         self.used_tokens = settled.tokens.input + settled.tokens.output

@@ -8,6 +8,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from marketplace.metering.tokens import TokenCounts
 
 TTFT_BUCKETS_S = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+TPOT_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 1.0, 5.0)
+ADMISSION_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
@@ -30,6 +32,33 @@ class GatewayMetrics:
             "From a request's arrival to its first token.",
             buckets=TTFT_BUCKETS_S,
             registry=self.registry,
+        )
+        self.tpot = Histogram(
+            "fallow_tpot_seconds",
+            "Between two tokens of an answer, after its first.",
+            buckets=TPOT_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.admission = Histogram(
+            "fallow_admission_seconds",
+            "From a request's arrival until a slot and its hold were had.",
+            buckets=ADMISSION_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.refusals = Counter(
+            "fallow_refusals",
+            "Requests without room, by each filter that kept nodes from them.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.fees = Counter(
+            "fallow_fees_nano_usd", "Of what was charged, the platform's share.", registry=self.registry
+        )
+        self.losses = Counter(
+            "fallow_losses_nano_usd", "Paid to owners by the platform itself.", registry=self.registry
+        )
+        self.waiting = Gauge(
+            "fallow_waiting_records", "Records that wait to be written to the database.", registry=self.registry
         )
         self.active = Gauge("fallow_active_attempts", "Attempts that run here now.", registry=self.registry)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,6 +140,26 @@ class TestTheSameRequestAgain:
                 found = await post(market, renter, "job-1", "/v1/jobs", **body)
                 assert found.status == 200
                 assert len(market.books.jobs()) == 1
+
+        asyncio.run(story())
+
+    def test_gets_its_batch_back_although_the_gateway_died(
+        self, settings: Settings, session_factory: SessionFactory
+    ) -> None:
+        renter = add_renter(session_factory)
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": chat(max_tokens=2)}
+
+        async def story() -> None:
+            async with world(settings, session_factory) as market:
+                data = json.dumps(line).encode()
+                file = await market.client(renter).files.create(file=("lines.jsonl", data), purpose="batch")
+                body = {"input_file_id": file.id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+                first = await post(market, renter, "b", "/v1/batches", **body)
+                again = await post(market, renter, "b", "/v1/batches", **body)
+                assert (first.status, again.body) == (200, first.body)
+                lose_the_gateway(session_factory)
+                found = await post(market, renter, "b", "/v1/batches", **body)
+                assert json.loads(found.body)["id"] == json.loads(first.body)["id"]
 
         asyncio.run(story())
 
