@@ -9,9 +9,9 @@ from datetime import datetime
 from typing import Annotated, Any, Final, Literal, Protocol
 from uuid import UUID
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.responses import PlainTextResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from sqlalchemy.orm import Session
 
 import ledger
@@ -43,6 +43,7 @@ MAX_RUN_KEY: Final = 100
 Amount = Annotated[str, Field(max_length=24, description="USD, a plain decimal such as 25.00.")]
 OrganisationName = Annotated[str, Field(min_length=1, max_length=200)]
 Reason = Annotated[str, Field(min_length=1, max_length=500)]
+RowNumber = Annotated[int, Path(ge=1, le=2**63 - 1)]
 Key = Annotated[str, Field(min_length=1, max_length=100, description="Idempotency key: the same one acts once.")]
 
 
@@ -56,6 +57,14 @@ class Parts(Protocol):
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+    @field_validator("*")
+    @classmethod
+    def refuse_nul(cls, value: Any) -> Any:
+        """The database takes no NUL in a text."""
+        if isinstance(value, str) and "\0" in value:
+            raise ValueError("it holds a NUL")
+        return value
 
 
 class InvalidAmount(BadRequest):
@@ -453,7 +462,7 @@ async def list_webhooks(
 
 
 @router.post("/v1/finance/webhooks/{row}/replay")
-async def replay(at: AtDesk, _: Finance, row: int) -> dict[str, Any]:
+async def replay(at: AtDesk, _: Finance, row: RowNumber) -> dict[str, Any]:
     """Apply an event again; its effect happens once all the same."""
 
     def act() -> InboxEvent:
@@ -466,7 +475,7 @@ async def replay(at: AtDesk, _: Finance, row: int) -> dict[str, Any]:
 
 
 @router.post("/v1/finance/webhooks/{row}/quarantine")
-async def quarantine(at: AtDesk, _: Finance, row: int, body: QuarantineBody) -> dict[str, Any]:
+async def quarantine(at: AtDesk, _: Finance, row: RowNumber, body: QuarantineBody) -> dict[str, Any]:
     """Take an event out that can never be applied."""
     return _event(await asyncio.to_thread(at.write, lambda session: inbox.quarantine(session, row, body.reason)))
 

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 from uuid import UUID
 
 from fastapi import APIRouter, Depends, Query, Response
+from fastapi import Path as PathPart
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy.orm import Session
@@ -42,6 +43,7 @@ log = get_logger(__name__)
 router = APIRouter(prefix="/v1/finance", tags=["finance"])
 MAX_EXPORTS: Final = 2
 """At once in one gateway: each holds a connection for as long as its reader takes."""
+MAX_JOURNAL: Final = 2**63 - 1
 PROGRESS_S: Final = 2.0
 TYPES: Final = {
     "csv": "text/csv; charset=utf-8",
@@ -51,6 +53,7 @@ TYPES: Final = {
 _exports = BoundedSemaphore(MAX_EXPORTS)
 T = TypeVar("T")
 
+JournalId = Annotated[int, PathPart(ge=1, le=MAX_JOURNAL)]
 FormatName = Literal["json", "csv", "xlsx", "pdf"]
 OrganisationName = Annotated[str | None, Query(max_length=200, description="Default: the key's own organisation.")]
 PeriodName = Annotated[str | None, Query(alias="period", max_length=40, description="2026, 2026-03 or 2026-03-14.")]
@@ -173,7 +176,7 @@ async def receipts(
     device: Annotated[str | None, Query(max_length=200)] = None,
     model: Annotated[str | None, Query(max_length=256)] = None,
     key: UUID | None = None,
-    journal: int | None = None,
+    journal: Annotated[int | None, Query(ge=1, le=MAX_JOURNAL)] = None,
 ) -> StreamingResponse:
     """The receipts behind a line of a statement or an invoice, as CSV. Each names the journal that settled it."""
 
@@ -214,7 +217,7 @@ async def show_receipt(services: GatewayServices, principal: Caller, receipt_id:
 
 
 @router.get("/journals/{journal_id}")
-async def show_journal(services: GatewayServices, _: Finance, journal_id: int) -> dict[str, Any]:
+async def show_journal(services: GatewayServices, _: Finance, journal_id: JournalId) -> dict[str, Any]:
     """A journal, and what its receipts come to. `GET /v1/finance/receipts?journal=` lists them."""
 
     def find(session: Session) -> dict[str, Any]:

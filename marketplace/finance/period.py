@@ -10,6 +10,8 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 from marketplace.core.errors import BadRequest
 
 _NAMED = re.compile(r"(?P<year>[0-9]{4})(?:-(?P<month>[0-9]{2})(?:-(?P<day>[0-9]{2}))?)?", re.ASCII)
+FIRST_YEAR, LAST_YEAR = 2000, 9000
+"""Of a period that is named: the one before it and the one after it exist in every zone."""
 
 
 class InvalidPeriod(BadRequest):
@@ -52,7 +54,7 @@ class Period:
         """`2026`, `2026-03` or `2026-03-14`, by the clocks of the zone. Raises InvalidPeriod."""
         match = _NAMED.fullmatch(text.strip())
         try:
-            if match is None:
+            if match is None or not FIRST_YEAR <= int(match["year"]) <= LAST_YEAR:
                 raise ValueError
             first = date(int(match["year"]), int(match["month"] or 1), int(match["day"] or 1))
             return cls.of_days(first, _next(first, match), zone_name)

@@ -45,5 +45,5 @@ async def _body(request: Request) -> bytes:
 def _parse(body: bytes) -> EnrolRequest:
     try:
         return msgspec.json.decode(body, type=EnrolRequest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"This is not an enrolment: {error}") from None

@@ -10,6 +10,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from marketplace.core.errors import BadRequest, FallowError, NotFound, TooLarge
 from marketplace.core.logs import get_logger
@@ -38,13 +39,14 @@ def make_api(services: Services, routers: Iterable[APIRouter]) -> FastAPI:
     api.add_exception_handler(FallowError, _on_error)
     api.add_exception_handler(HTTPException, _on_http_error)
     api.add_exception_handler(RequestValidationError, _on_invalid)
+    api.add_exception_handler(ClientDisconnect, _on_left)
     api.add_exception_handler(Exception, _on_unexpected)
     return api
 
 
 class Bounded:
-    """ASGI around ASGI: gives each exchange its id, and refuses bodies beyond the limit, which paths in `larger` have
-    of their own."""
+    """ASGI around ASGI: gives each exchange its id, refuses a NUL in its address, and bodies beyond the limit, which
+    paths in `larger` have of their own."""
 
     def __init__(self, app: Any, limit_bytes: int, larger: Mapping[str, int] = MappingProxyType({})) -> None:
         self._app = app
@@ -61,6 +63,9 @@ class Bounded:
                 message["headers"] = [*message.get("headers", ()), id_header]
             await send(message)
 
+        if "\0" in scope.get("path", "") or b"%00" in scope.get("query_string", b""):
+            await send_error(identified, BadRequest("The address holds a NUL (%00), which is not text."))
+            return
         declared = header(scope, b"content-length")
         limit = self._larger.get(scope.get("path", ""), self._limit)
         if declared is not None and declared.isdigit() and int(declared) > limit:
@@ -116,6 +121,12 @@ async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
     first = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path"))
     return _answer(request, BadRequest(f"`{field[:160]}`: {first['msg']}.", param=field[:160] or None))
+
+
+async def _on_left(request: Request, error: Exception) -> JSONResponse:
+    """The client left before its body was whole: nobody reads this, and nothing of ours broke."""
+    assert isinstance(error, ClientDisconnect)
+    return _answer(request, BadRequest("The body broke off."))
 
 
 async def _on_unexpected(request: Request, error: Exception) -> JSONResponse:

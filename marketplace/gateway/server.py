@@ -13,15 +13,17 @@ import msgspec
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from agent.protocol import MAX_MESSAGE_BYTES
+from agent.protocol import MAX_MESSAGE_BYTES, SOCKET_PATH
 from marketplace.core.errors import BadRequest
 from marketplace.core.settings import Settings
+from marketplace.fleet.wire import LINK_PATH
 from marketplace.gateway.http import Receive, Scope, Send, new_request_id
 
 DRAIN_S: Final = 60.0
 """After SIGTERM running streams may finish for this long."""
 CLOSE_S: Final = 5
 """What is then still open is cut after this."""
+SOCKETS: Final = frozenset({SOCKET_PATH.encode(), LINK_PATH.encode()})
 KEEP_ALIVE_S: Final = 75
 """Longer than proxies keep theirs, so that they are the ones to close."""
 
@@ -37,10 +39,17 @@ class Drainable(Protocol):
 
 
 class JsonHttpProtocol(HttpToolsProtocol):
-    """Says in JSON that a request is not HTTP."""
+    """Says in JSON that a request is not HTTP, and upgrades to sockets where there are some."""
 
     def send_400_response(self, msg: str) -> None:
         """Answer and close. Called by uvicorn where its parser gives up."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            # The application hears that its client is gone; what it has begun to say is not mixed with this.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            if self.cycle.response_started:
+                self.transport.close()
+                return
         body = msgspec.json.encode(BadRequest(msg).body())
         head = (
             "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
@@ -48,6 +57,13 @@ class JsonHttpProtocol(HttpToolsProtocol):
         )
         self.transport.write(head.encode() + body)
         self.transport.close()
+
+    def _should_upgrade(self) -> bool:
+        """Elsewhere the wish is passed over, as HTTP allows, and the request is answered like any other."""
+        return self.url.partition(b"?")[0] in SOCKETS and super()._should_upgrade()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing to warn of: clients offer upgrades that they can do without."""
 
 
 class DrainingServer(uvicorn.Server):

@@ -64,7 +64,7 @@ def parse_any(body: bytes) -> Inference:
     """Parse a body that may be a text completion's, which has a `prompt`, or a chat's. Raises InvalidBody (400)."""
     try:
         kind = decode(body, type=_Kind)
-    except (DecodeError, UnicodeDecodeError):
+    except (DecodeError, UnicodeDecodeError, RecursionError):
         # The strict parser says what is wrong.
         return CHAT.parse(body)
     return (TEXT if bytes(kind.prompt) and not bytes(kind.messages) else CHAT).parse(body)

@@ -129,13 +129,13 @@ async def of_request(services: GatewayServices, principal: Renter, request_id: s
 def _range(start: date | None, end: date | None, zone: str) -> tuple[date, date]:
     """[first, last) in days. Raises InvalidRange."""
     last = end or datetime.now(_zone(zone)).date() + timedelta(days=1)
+    if any(day is not None and not 2000 <= day.year <= 9000 for day in (start, end)):
+        raise InvalidRange("The years of a range are 2000 to 9000.", param="start")
     first = start or last - timedelta(days=DEFAULT_DAYS)
     if not first < last:
         raise InvalidRange("`end` must be after `start`: the range is half-open.", param="end")
     if (last - first).days > MAX_DAYS:
         raise InvalidRange(f"A range has at most {MAX_DAYS} days.", param="start")
-    if first.year < 2000 or last.year > 9000:
-        raise InvalidRange("The years of a range are 2000 to 9000.", param="start")
     return first, last
 
 

@@ -34,7 +34,9 @@ class TestTiling:
 
 
 class TestNames:
-    @pytest.mark.parametrize("text", ["", "2026-13", "2026-02-30", "26-01", "2026-1", "2026-01-01T00", "9999", "٢٠٢٦"])
+    @pytest.mark.parametrize(
+        "text", ["", "2026-13", "2026-02-30", "26-01", "2026-1", "2026-01-01T00", "0001-01-01", "9999", "٢٠٢٦"]
+    )
     def test_what_names_no_period_is_refused(self, text: str) -> None:
         with pytest.raises(InvalidPeriod):
             Period.named(text, "UTC")
