@@ -7,6 +7,8 @@ from functools import lru_cache
 from typing import Final
 from uuid import UUID
 
+from sqlalchemy import func, select
+
 from marketplace.catalog.service import Catalog
 from marketplace.core import process
 from marketplace.core.celery import task
@@ -45,10 +47,15 @@ def erase_files() -> None:
 
 
 def advance_all(factory: SessionFactory, means: Means) -> None:
-    """One tick. A batch that breaks is logged, and the others go on."""
+    """One tick, unless another one is at work. A batch that breaks is logged, and the others go on."""
+    with factory() as guard:
+        # Ticks come each second and may take several: they must not fill the workers that assignment needs too.
+        if guard.scalar(select(func.pg_try_advisory_xact_lock(func.hashtextextended(ADVANCE, 0)))):
+            _tick(factory, work.active(guard, limit=MAX_BATCHES), means)
+
+
+def _tick(factory: SessionFactory, due: list[UUID], means: Means) -> None:
     ends_at = time.monotonic() + BUDGET_S
-    with factory() as session:
-        due = work.active(session, limit=MAX_BATCHES)
     while due and time.monotonic() < ends_at:
         again = []
         for batch_id in due:

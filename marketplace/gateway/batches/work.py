@@ -109,6 +109,11 @@ def advance(session: Session, batch_id: UUID, means: Means) -> bool:
 
 
 def _validate(session: Session, batch: Batch, means: Means) -> bool:
+    if batch.expires_at <= _now(session):
+        message = "The batch's time was up before its file was checked."
+        batch.errors = [{"code": "batch_expired", "message": message, "param": None, "line": None}]
+        batch.status, batch.failed_at = "failed", _now(session)
+        return False
     means.catalog.refresh()
     key = session.get_one(ApiKey, batch.key_id)
 

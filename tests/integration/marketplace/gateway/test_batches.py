@@ -341,6 +341,44 @@ def hurry(factory: SessionFactory, in_s: float = 0.0) -> None:
         session.execute(text("update batches set expires_at = now() + make_interval(secs => :s)"), {"s": in_s})
 
 
+class TestATick:
+    def test_leaves_the_workers_to_others_while_another_one_is_at_work(
+        self, settings: Settings, session_factory: SessionFactory
+    ) -> None:
+        renter = add_renter(session_factory)
+
+        async def story() -> None:
+            async with world(settings, session_factory) as market:
+                await begin(market.client(renter), chat_line("a"))
+                worker = await asyncio.to_thread(Worker, market)
+                with session_factory() as other:
+                    other.execute(text("select pg_advisory_xact_lock(hashtextextended('batches.advance', 0))"))
+                    await asyncio.to_thread(worker.tick)
+                    assert states(session_factory) == ["validating"]
+                await asyncio.to_thread(worker.tick)
+                assert states(session_factory) == ["in_progress"]
+
+        asyncio.run(story())
+
+    def test_gives_up_a_file_that_was_never_checked_in_time(
+        self, settings: Settings, session_factory: SessionFactory
+    ) -> None:
+        renter = add_renter(session_factory)
+
+        async def story() -> None:
+            async with world(settings, session_factory) as market:
+                client = market.client(renter)
+                batch = await begin(client, chat_line("a"))
+                hurry(session_factory)
+                worker = await asyncio.to_thread(Worker, market)
+                await asyncio.to_thread(worker.tick)
+                failed = await client.batches.retrieve(batch.id)
+                assert failed.status == "failed"
+                assert [error.code for error in failed.errors.data] == ["batch_expired"]
+
+        asyncio.run(story())
+
+
 class TestTheInput:
     def test_is_checked_line_by_line_before_anything_costs(
         self, settings: Settings, session_factory: SessionFactory
