@@ -17,7 +17,8 @@ RATE = 0.2
 
 
 class Month:
-    """Each day renters pay and spend, and what is due is done; each week owners are paid; each day is reconciled."""
+    """Every other day renters pay and spend; each day what is due is done and both books are compared; each week owners
+    are paid."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
@@ -25,7 +26,7 @@ class Month:
 
     def day(self, number: int) -> None:
         simulation, world = self.simulation, self.simulation.world
-        for act in (simulation.top_up, simulation.spend, simulation.drive, simulation.listen):
+        for act in (simulation.top_up, simulation.spend, simulation.drive, simulation.listen)[number % 2 * 2 :]:
             with simulation.mortal():
                 act()
         if number % 7 == 0:

@@ -71,6 +71,7 @@ class BadSignature(FallowError):
 class ModeMismatch(FallowError):
     """Test and live must not meet."""
 
+    status = 400
     code = "payment_mode_mismatch"
 
 

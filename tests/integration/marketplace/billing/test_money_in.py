@@ -257,7 +257,7 @@ class TestWebhooks:
         assert world.standin.tamper(platform, event["id"], amount=1) == 400
         assert world.standin.forge(connect, event, secret=connect.secret) == 400
         live = {**event, "id": "evt_live", "livemode": True}
-        assert world.standin.forge(platform, live, secret=platform.secret) == 500
+        assert world.standin.forge(platform, live, secret=platform.secret) == 400
         with world.factory() as session:
             assert len(inbox.read_events(session)) == before
 
