@@ -188,6 +188,8 @@ class Authenticator:
     def _remember(self, sha256: bytes, until: float, verdict: Verdict) -> None:
         self._known.pop(sha256, None)
         self._refused.pop(sha256, None)
+        if isinstance(verdict, Principal) and verdict.credit_account_id is None:
+            return  # asked again each time: its first top-up must count at once
         store = self._known if isinstance(verdict, Principal) else self._refused
         if len(store) >= MAX_CACHED:
             # Insertion order is age: the first entry is the one nearest its end.

@@ -38,6 +38,18 @@ class TestAuthenticate:
             session.execute(update(Organisation).values(credit_account_id=42))
         assert asyncio.run(Authenticator(session_factory).authenticate(header)).credit_account_id == 42
 
+    def test_a_first_top_up_counts_at_once(self, session_factory: SessionFactory) -> None:
+        _, header = make_key(session_factory)
+        authenticator = Authenticator(session_factory)
+
+        async def act() -> int | None:
+            await authenticator.authenticate(header)
+            with transaction(session_factory) as session:
+                session.execute(update(Organisation).values(credit_account_id=42))
+            return (await authenticator.authenticate(header)).credit_account_id
+
+        assert asyncio.run(act()) == 42
+
     def test_a_revoked_key_is_refused_and_its_holder_told(self, session_factory: SessionFactory) -> None:
         key, header = make_key(session_factory)
         with transaction(session_factory) as session:
