@@ -5,6 +5,7 @@ All see the same filters: only nodes that are offered, have a slot, and can hold
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from random import Random
@@ -162,7 +163,7 @@ def _offer(node: NodeSpec, number: int, fleet: Fleet) -> OfferView:
     )
 
 
-class _Counting:
+class _Counting(ABC):
     """What the simple rules share: who is offered, and how much runs where.
 
     A ticket is (node, life of that node, tokens).
@@ -222,8 +223,9 @@ class _Counting:
             self._busy[node] -= 1
             self._tokens[node] -= size
 
+    @abstractmethod
     def _pick(self, able: list[int], order: Order) -> int:
-        raise NotImplementedError
+        """One of those that passed the filters; at least one did."""
 
     def _emptiest(self, able: list[int]) -> int:
         busy = self._busy
