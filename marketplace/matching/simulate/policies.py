@@ -196,6 +196,7 @@ class _Counting(ABC):
 
     def report(self, now_s: float) -> None:
         """They look at nothing that ages."""
+        del now_s
 
     def choose(self, order: Order, now_s: float) -> tuple[int, Any] | Refusal:
         del now_s
@@ -215,6 +216,7 @@ class _Counting(ABC):
 
     def started(self, ticket: Any, now_s: float) -> None:
         """They do not care."""
+        del ticket, now_s
 
     def ended(self, ticket: Any, now_s: float) -> None:
         del now_s
