@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,7 @@ from marketplace.embedded import EmbeddedStores, StoreUrls, package_folder
 from marketplace.fleet.models import Node
 from marketplace.jobs.models import Job
 from marketplace.local import answers, free_port
+from tests.bench import peers
 
 AGENTS = 20
 CONNECTIONS = 32
@@ -48,6 +49,8 @@ PROMPT_TOKENS = 100
 SECONDS = 10.0
 SETTLE_WITHIN_S = 60.0
 UNLOADED_REQUESTS = 300
+PEER_CHUNKS = 300
+"""Of each answer of a peer: enough to drown what the request itself costs, and bearable for the slowest."""
 
 
 @dataclass
@@ -83,7 +86,11 @@ def _requests(world: World, relay_port: int) -> list[dict[str, Any]]:
         ours = _load(world, world.port, world.gateway.process, seconds=SECONDS, max_tokens=1)
     with _relayed(world, relay_port, rate=0.0) as relay:
         bare = _load(world, relay_port, relay, seconds=SECONDS / 2, max_tokens=1)
-    return [_figure("gateway.cpu_us_per_request", ours.cpu_us / ours.requests, "µs", bare.cpu_us / bare.requests)]
+    others = {
+        name: run.cpu_us / run.requests for name, run in _peers(world, rate=0.0, seconds=SECONDS / 2, max_tokens=1)
+    }
+    cost = ours.cpu_us / ours.requests
+    return [_figure("gateway.cpu_us_per_request", cost, "µs", bare.cpu_us / bare.requests, others)]
 
 
 def _chunks(world: World, relay_port: int) -> list[dict[str, Any]]:
@@ -93,8 +100,10 @@ def _chunks(world: World, relay_port: int) -> list[dict[str, Any]]:
         ours = _load(world, world.port, world.gateway.process, seconds=SECONDS + 30, max_tokens=length, count=1)
     with _relayed(world, relay_port, rate=rate) as relay:
         bare = _load(world, relay_port, relay, seconds=SECONDS + 30, max_tokens=length, count=1)
+    asked = {"seconds": SECONDS + 30, "max_tokens": PEER_CHUNKS, "count": 1}
+    others = {name: run.cpu_us / run.chunks for name, run in _peers(world, rate=rate, **asked)}
     return [
-        _figure("gateway.cpu_us_per_chunk", ours.cpu_us / ours.chunks, "µs", bare.cpu_us / bare.chunks),
+        _figure("gateway.cpu_us_per_chunk", ours.cpu_us / ours.chunks, "µs", bare.cpu_us / bare.chunks, others),
         {
             "figure": "gateway.chunks_per_s",
             "value": round(ours.chunks / ours.seconds),
@@ -123,13 +132,25 @@ def _percentile(values: list[float], share: float) -> float:
     return statistics.quantiles(values, n=100, method="inclusive")[int(share * 100) - 1]
 
 
-def _figure(name: str, value: float, unit: str, bare: float, *, digits: int = 1) -> dict[str, Any]:
+def _figure(
+    name: str, value: float, unit: str, bare: float, others: Mapping[str, float] | None = None, *, digits: int = 1
+) -> dict[str, Any]:
+    references = {"bare_relay": bare, **(others or {})}
     return {
         "figure": name,
         "value": round(value, digits),
         "unit": unit,
-        "ratios": {"bare_relay": round(value / bare, 2)},
+        "ratios": {reference: round(value / its, 3) for reference, its in references.items()},
     }
+
+
+def _peers(world: World, *, rate: float, seconds: float, max_tokens: int, count: int = -1) -> Iterator[tuple[str, Run]]:
+    """The same load on each peer that can be had here, before an engine of the same rate."""
+    for peer in peers.PEERS:
+        with peers.running(peer, world.folder, rate=rate) as found:
+            if found is not None:
+                port, process = found
+                yield peer.name, _load(world, port, process, seconds, max_tokens=max_tokens, count=count)
 
 
 @dataclass
