@@ -25,6 +25,7 @@ SCHEDULE_S: Final = {
     "batches.advance": 1.0,
     "batches.erase": 60.0,
     "jobs.forget": 60.0,
+    "jobs.review_standing": 60.0,
     "jobs.erase": 60.0,
     "billing.settle": 1.0,
     "billing.seal": 1.0,

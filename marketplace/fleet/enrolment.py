@@ -17,7 +17,7 @@ from agent.protocol import EnrolAnswer, EnrolRequest
 from marketplace.accounts.models import Organisation
 from marketplace.core.clock import utcnow
 from marketplace.core.errors import BadRequest, Conflict, Unauthenticated
-from marketplace.fleet.models import EnrolmentToken, Node, OfferedInterval
+from marketplace.fleet.models import EnrolmentToken, Node, NodeStanding, OfferedInterval, StandingChange
 
 TOKEN_PREFIX: Final = "fallow-enrol-"  # noqa: S105  # a prefix, by which people and scanners know what it is
 DEFAULT_LIFE: Final = timedelta(hours=24)
@@ -70,6 +70,9 @@ def enrol(session: Session, request: EnrolRequest) -> EnrolAnswer:
     if node is None:
         node = Node(organisation_id=token.organisation_id, name=name, public_key=public_key, agent_version=version)
         session.add(node)
+        session.flush()
+        session.add(NodeStanding(node_id=node.id, standing="probation"))
+        session.add(StandingChange(node_id=node.id, standing="probation", reason="it has just enrolled"))
         session.flush()
     elif node.organisation_id != token.organisation_id:
         raise NodeBelongsElsewhere("This node's key is enrolled with another organisation. Enrol with a new key.")

@@ -41,8 +41,72 @@ class Node(Base):
     declared_load_mw: Mapped[int | None]
     faults: Mapped[int] = mapped_column(server_default="0")
     """Attempts that failed by the node's own fault."""
+    region: Mapped[str] = mapped_column(server_default="")
+    """Where it stands, as its owner or the operator says; empty: not said."""
     enrolled_at: Mapped[datetime] = mapped_column(server_default=func.now())
     last_seen_at: Mapped[datetime | None]
+
+
+class NodeStanding(Base):
+    """What a node may get now; one row a node, made when it enrols."""
+
+    __tablename__ = "node_standings"
+    __table_args__ = (CheckConstraint("standing in ('probation','proven','barred')", name="standing"),)
+
+    node_id: Mapped[UUID] = mapped_column(ForeignKey("nodes.id"), primary_key=True)
+    standing: Mapped[str] = mapped_column(server_default="probation")
+    since: Mapped[datetime] = mapped_column(server_default=func.now())
+    completed: Mapped[int] = mapped_column(server_default="0")
+    faults: Mapped[int] = mapped_column(server_default="0")
+    forgiven: Mapped[int] = mapped_column(server_default="0")
+    """Of the window that was judged last: see matching.standing.Record."""
+    judged_at: Mapped[datetime | None]
+
+
+class StandingChange(Base):
+    """A change of a node's standing, with the reason that its owner reads. Never changed."""
+
+    __tablename__ = "standing_changes"
+    __table_args__ = (Index("ix_standing_changes_node_id_at", "node_id", "at"),)
+
+    id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
+    node_id: Mapped[UUID] = mapped_column(ForeignKey("nodes.id"))
+    at: Mapped[datetime] = mapped_column(server_default=func.now())
+    standing: Mapped[str]
+    reason: Mapped[str]
+
+
+class Appeal(Base):
+    """An owner's objection to a node's standing, and what became of it."""
+
+    __tablename__ = "standing_appeals"
+    __table_args__ = (
+        CheckConstraint("(decided_at is null) = (granted is null)", name="decided"),
+        Index("ix_standing_appeals_open", "node_id", unique=True, postgresql_where=text("decided_at is null")),
+    )
+
+    id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
+    node_id: Mapped[UUID] = mapped_column(ForeignKey("nodes.id"))
+    made_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    body: Mapped[str]
+    decided_at: Mapped[datetime | None]
+    granted: Mapped[bool | None]
+    answer: Mapped[str] = mapped_column(server_default="")
+
+
+class Amnesty(Base):
+    """A time in which we were broken: faults within it count against nobody."""
+
+    __tablename__ = "standing_amnesties"
+    __table_args__ = (
+        CheckConstraint("ended_at > started_at", name="order"),
+        UniqueConstraint("started_at", "ended_at"),
+    )
+
+    id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
+    started_at: Mapped[datetime]
+    ended_at: Mapped[datetime]
+    reason: Mapped[str]
 
 
 class Device(Base):

@@ -17,11 +17,13 @@ from sqlalchemy.orm import Session
 
 from agent.protocol import DeviceReport
 from marketplace.accounts.models import Organisation
+from marketplace.core.errors import BadRequest, NotFound
 from marketplace.fleet.claims import Claim
 from marketplace.fleet.energy import Stretch
-from marketplace.fleet.models import Device, EnergySample, Node, Offer, OfferedInterval
+from marketplace.fleet.models import Device, EnergySample, Node, NodeStanding, Offer, OfferedInterval
 from marketplace.matching.types import Rates
 
+MAX_REGION_CHARACTERS: Final = 64
 STALE_INTERVAL_S: Final = 60.0
 """An open interval that nobody moved on for this long belongs to a gateway that died."""
 
@@ -37,6 +39,9 @@ class NodeIdentity:
     organisation_id: UUID
     public_key: bytes
     state: str
+    region: str = ""
+    standing: str = "proven"
+    """See matching.standing; a node without a row of it is older than standings are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +89,33 @@ def list_nodes(session: Session, organisation_id: UUID | None, *, limit: int = 1
 
 def find_node(session: Session, node_id: UUID) -> NodeIdentity | None:
     """The node, or None."""
-    row = session.execute(
-        select(Node.id, Node.organisation_id, Node.public_key, Node.state).where(Node.id == node_id)
-    ).one_or_none()
-    return NodeIdentity(*row) if row else None
+    return next(iter(find_nodes(session, [node_id])), None)
+
+
+def find_nodes(session: Session, node_ids: Sequence[UUID]) -> list[NodeIdentity]:
+    """Those of the nodes that exist."""
+    rows = session.execute(
+        select(
+            Node.id,
+            Node.organisation_id,
+            Node.public_key,
+            Node.state,
+            Node.region,
+            func.coalesce(NodeStanding.standing, "proven"),
+        )
+        .outerjoin(NodeStanding, NodeStanding.node_id == Node.id)
+        .where(Node.id.in_(node_ids))
+    )
+    return [NodeIdentity(*row) for row in rows]
+
+
+def set_region(session: Session, node_id: UUID, region: str) -> None:
+    """Say where a node stands. Raises NotFound, and BadRequest for a name that is too long or not printable."""
+    if len(region) > MAX_REGION_CHARACTERS or not region.isprintable():
+        raise BadRequest(f"A region is at most {MAX_REGION_CHARACTERS} printable characters.", param="region")
+    found = session.scalars(update(Node).where(Node.id == node_id).values(region=region).returning(Node.id)).first()
+    if found is None:
+        raise NotFound(f"There is no node {node_id}.")
 
 
 def connect_node(session: Session, node_id: UUID, agent_version: str) -> int:

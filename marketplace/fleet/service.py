@@ -29,6 +29,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from agent.protocol import HEARTBEAT_S, Goodbye, Inventory, Telemetry
+from agent.sizing.shape import ModelShape
 from marketplace.catalog.prices import set_price
 from marketplace.catalog.service import Catalog
 from marketplace.core.clock import utcnow
@@ -49,6 +50,7 @@ from marketplace.fleet.sessions import NodeSession
 from marketplace.fleet.socket import AgentSocket
 from marketplace.fleet.view import FleetView
 from marketplace.matching.breakers import Breakers
+from marketplace.matching.fit import shape_from
 from marketplace.matching.retries import RetryBudget
 from marketplace.matching.rules import Rules
 from marketplace.matching.types import Demand, OfferView, Ranked
@@ -93,7 +95,7 @@ class Fleet:
         self._version = 0
         self._version_prefix = secrets.token_hex(4)
 
-        self.rules = Rules(allow_simulated=settings.allow_simulated, stale_after_s=SILENT_S)
+        self.rules = Rules.of(allow_simulated=settings.allow_simulated, stale_after_s=SILENT_S)
         self.view = FleetView(self._gateway_id, self._occupancy, self._peers.linked, rules=self.rules)
         self.links = Links(self._find_carrier, self._on_full, self.view.first_token)
         self.reservations = Reservations(pipe, self._occupancy)
@@ -218,8 +220,8 @@ class Fleet:
             session.dirty.set()
         self.view.touch_local(
             session.node.node_id,
-            available=session.available,
-            reason=session.unavailable_reason,
+            available=session.serves,
+            reason=session.why_not,
             memory_free_bytes=claims.free_memory_bytes(session.devices),
         )
 
@@ -227,7 +229,7 @@ class Fleet:
         """A new list of offers: what it lacks goes from the view at once, what is new comes once it is stored."""
         session.inventory = frame
         self._check_claims(session)
-        session.show(self.view, self._gateway_id)
+        session.show(self.view, self._gateway_id, self._shape_of)
         session.dirty.set()
 
     # --- inside: carriers -----------------------------------------------------------------------------------------
@@ -291,7 +293,7 @@ class Fleet:
         listed = await self._in_database(write)
         session.listed = {item.claim.key: item for item in listed}
         if self._sessions.get(session.node.node_id) is session:
-            session.show(self.view, self._gateway_id)
+            session.show(self.view, self._gateway_id, self._shape_of)
 
     async def _write_energy(self, session: NodeSession) -> None:
         due = session.meter.due()
@@ -358,8 +360,21 @@ class Fleet:
             connected = list(self._sessions)
             moved = await self._in_database(lambda db: repository.touch(db, self._gateway_id, connected))
             await self._in_database(repository.end_stale_intervals)
+            await self._refresh_identities(connected)
             for session in list(self._sessions.values()):
                 await self._store_session(session, moved.get(session.node.node_id))
+
+    async def _refresh_identities(self, connected: list[UUID]) -> None:
+        """Standing and region may have changed in the database."""
+        for node in await self._in_database(lambda db: repository.find_nodes(db, connected)):
+            session = self._sessions.get(node.node_id)
+            if session is not None and session.node != node:
+                session.node = node
+                session.show(self.view, self._gateway_id, self._shape_of)
+
+    def _shape_of(self, variant_id: UUID) -> ModelShape | None:
+        variant = self._catalog.by_id(variant_id)
+        return shape_from(variant.shape) if variant is not None else None
 
     async def _store_session(self, session: NodeSession, moved: int | None) -> None:
         session.meter.sample(session.devices, utcnow())

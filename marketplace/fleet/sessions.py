@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 from uuid import UUID
 
 from agent.protocol import RESUME_S, DeviceReport, GatewayFrame, Goodbye, Inventory
+from agent.sizing.shape import ModelShape
 from marketplace.core.clock import utcnow
 from marketplace.fleet import claims
 from marketplace.fleet.claims import Claim, RefusedClaim
@@ -17,11 +19,19 @@ from marketplace.fleet.links import GoneReason, Links, Route
 from marketplace.fleet.repository import Listed, NodeIdentity
 from marketplace.fleet.sender import FrameSender
 from marketplace.fleet.view import FleetView
+from marketplace.matching.fit import figures
+from marketplace.matching.standing import Standing
 from marketplace.matching.types import OfferView
 
 VOID_EVERY_S: Final = 1.0
 """How often a node is told about one attempt that it should forget."""
 MAX_VOIDS: Final = 1_024
+BARRED: Final = "barred after failures; its owner can appeal"
+
+
+def _unknown_shape(_: UUID) -> ModelShape | None:
+    """Nobody knows the shapes of models."""
+    return None
 
 
 @dataclass(slots=True)
@@ -107,11 +117,23 @@ class NodeSession:
         self.meter.sample(devices, utcnow())
         return changed
 
-    def show(self, view: FleetView, gateway_id: str) -> None:
+    @property
+    def serves(self) -> bool:
+        """True if it may be given work: its owner leaves it to us, and its standing allows it."""
+        return self.available and self.node.standing != Standing.BARRED
+
+    @property
+    def why_not(self) -> str:
+        """Why it may not."""
+        return BARRED if self.node.standing == Standing.BARRED else self.unavailable_reason
+
+    def show(
+        self, view: FleetView, gateway_id: str, shape_of: Callable[[UUID], ModelShape | None] = _unknown_shape
+    ) -> None:
         """Put into the view what is offered and stored; what is not stored yet follows with the next sync."""
-        free = claims.free_memory_bytes(self.devices)
+        devices = {device.device_id: device for device in self.devices}
         offers = [
-            self._offer(claim, self.listed[claim.key], gateway_id, free.get(claim.device_id))
+            self._offer(claim, self.listed[claim.key], gateway_id, devices.get(claim.device_id), shape_of)
             for claim in self.claims
             if claim.key in self.listed and self.listed[claim.key].claim.rates == claim.rates
         ]
@@ -137,7 +159,24 @@ class NodeSession:
             self.sender.put(goodbye)
         self.sender.close()
 
-    def _offer(self, claim: Claim, listed: Listed, gateway_id: str, free_bytes: int | None) -> OfferView:
+    def _offer(
+        self,
+        claim: Claim,
+        listed: Listed,
+        gateway_id: str,
+        device: DeviceReport | None,
+        shape_of: Callable[[UUID], ModelShape | None],
+    ) -> OfferView:
+        known = figures(
+            shape_of(claim.variant_id),
+            slots=claim.slots,
+            context_per_slot=claim.context_per_slot,
+            engine=claim.engine,
+            device_name=device.name if device else "",
+            gpu=device is not None and device.kind == "gpu",
+            total_bytes=device.memory_total_bytes if device else None,
+            power_limit_mw=device.power_limit_mw if device else None,
+        )
         return OfferView(
             offer_id=listed.offer_id,
             node_id=self.node.node_id,
@@ -150,13 +189,19 @@ class NodeSession:
             slots=claim.slots,
             slots_busy=0,
             context_per_slot=claim.context_per_slot,
-            available=self.available,
+            available=self.serves,
             warm=claim.warm,
             simulated=claim.simulated,
             prefix_cache_s=claim.prefix_cache_s,
             sampled_age_s=0.0,
             prefill_tokens_per_s=claim.prefill_tokens_per_s,
             decode_tokens_per_s=claim.decode_tokens_per_s,
-            memory_free_bytes=free_bytes,
-            unavailable_reason=self.unavailable_reason,
+            memory_free_bytes=claims.free_memory_bytes([device])[claim.device_id] if device else None,
+            unavailable_reason=self.why_not,
+            region=self.node.region,
+            probation=self.node.standing == Standing.PROBATION,
+            memory_needed_bytes=known.memory_needed_bytes,
+            kv_step_s_per_token=known.kv_step_s_per_token,
+            power_fraction=known.power_fraction,
+            headroom=known.headroom,
         )

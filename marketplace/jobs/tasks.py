@@ -27,7 +27,7 @@ from marketplace.core.settings import Settings, get_settings
 from marketplace.core.valkey import ValkeyDownError
 from marketplace.fleet.reservations import SyncReservations
 from marketplace.fleet.snapshot import read_fleet
-from marketplace.jobs import dispatch, idempotency, sweeping
+from marketplace.jobs import dispatch, idempotency, standing, sweeping
 from marketplace.jobs.assignment import Assignment, Matcher, assign
 from marketplace.jobs.erasure import erase_texts
 from marketplace.jobs.hot import Close, Closed
@@ -38,6 +38,7 @@ from marketplace.matching.retries import RetryBudget
 log = get_logger(__name__)
 
 ASSIGN: Final = "jobs.assign"
+REVIEW: Final = "jobs.review_standing"
 SWEEP: Final = "jobs.sweep"
 OUTBOX: Final = "jobs.outbox"
 FORGET: Final = "jobs.forget"
@@ -61,6 +62,15 @@ def assign_jobs() -> None:
 def sweep_jobs() -> None:
     """End what ran out: leases, deadlines, jobs that nobody wants or that fit nowhere."""
     sweep(process.session_factory(), process.valkey_client(), get_settings())
+
+
+@task(REVIEW)
+def review_standing() -> None:
+    """Judge nodes by what they did: promote, demote, note outages of ours."""
+    with transaction(process.session_factory()) as session:
+        changed = standing.review(session)
+    if changed:
+        log.info("standing_reviewed", changed=changed)
 
 
 @task(OUTBOX)
@@ -104,7 +114,7 @@ def make_matcher(client: redis.Redis, settings: Settings) -> Matcher:
         slots=SyncReservations(client),
         budget=RetryBudget(),
         rng=random.Random(),  # noqa: S311  # it breaks ties
-        rules=Rules(allow_simulated=settings.allow_simulated),
+        rules=Rules.of(allow_simulated=settings.allow_simulated),
         lease_s=settings.lease_s,
         now_s=time.monotonic,
     )

@@ -5,8 +5,9 @@ renter moves on by the job's tokens, divided by the renter's weight. The smalles
 least is next, and who was idle starts level with the others, not with a claim on the past. A job that is due (its
 deadline is near, or it waited for PATIENCE_S) goes before all tags: nobody starves.
 
-A job that does not fit now is passed by those behind it, within bounds: once what passed it took a tenth of what the
-job itself takes, the room that it waits for is kept for it. Long prompts then neither block the line nor wait for ever.
+A job that does not fit now is passed by those behind it, freely by whoever ends before it could start, and by others
+until they would lengthen its wait by a tenth of its own time; then the room that it waits for is kept for it. Long
+prompts then neither block the line nor wait for ever.
 """
 
 from __future__ import annotations
@@ -62,9 +63,7 @@ class _Place:
     job: Waiting
     tag: float
     passed_s: float = 0.0
-    """How much longer it waits because of those who passed it."""
-    kept: bool = False
-    """The room that it waits for goes to nobody else."""
+    """How much longer it may wait because of those who passed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,39 +121,39 @@ class Line:
         return [place.job for place in self._ordered(now_s)]
 
     def serve(
-        self, give: Callable[[Waiting, Sequence[Waiting]], T | None], now_s: float, *, most: int
+        self,
+        give: Callable[[Waiting, Sequence[Waiting]], T | None],
+        now_s: float,
+        *,
+        most: int,
+        starts_s: Callable[[Waiting], float] | None = None,
     ) -> list[Turn[T]]:
         """One round: offer room to each in turn, at most `most` turns.
 
         `give(job, kept)` takes room for a job and answers what it gave, or None where there is none now. `kept` are
-        jobs before it for which room is kept: only room that none of them could use may be given.
+        jobs before it that bear no further delay by it: only room that none of them could use may be given.
+        `starts_s(job)` is when a job that does not fit now could start if nobody passed it, by prediction; who ends by
+        then passes freely. Without it, a job is taken to be able to start any moment.
         """
         turns: list[Turn[T]] = []
-        passed: list[_Place] = []
-        kept: list[Waiting] = []
+        passed: list[tuple[_Place, float]] = []
         for place in self._ordered(now_s):
             if len(turns) >= most:
                 break
+            end_s = now_s + place.job.runs_s
+            kept = [one.job for one, start_s in passed if one.passed_s + max(0.0, end_s - start_s) > _bears_s(one.job)]
             given = give(place.job, kept)
             if given is None:
-                passed.append(place)
-                if place.kept:
-                    kept.append(place.job)
+                start_s = starts_s(place.job) if starts_s is not None else now_s
+                passed.append((place, max(now_s, start_s)))
                 continue
             turns.append(Turn(place.job, given))
             self._served(place)
-            kept += self._pass(passed, place.job.runs_s)
+            spared = {job.job_id for job in kept}
+            for one, start_s in passed:
+                if one.job.job_id not in spared:
+                    one.passed_s += max(0.0, end_s - start_s)
         return turns
-
-    def _pass(self, passed: Iterable[_Place], runs_s: float) -> list[Waiting]:
-        """Somebody who runs for so long went before these: those who bear no more of it."""
-        full: list[Waiting] = []
-        for place in passed:
-            place.passed_s += runs_s
-            if not place.kept and place.passed_s >= max(BYPASS_PART * place.job.runs_s, BYPASS_LEAST_S):
-                place.kept = True
-                full.append(place.job)
-        return full
 
     def expired(self, now_s: float) -> list[Waiting]:
         """Jobs whose deadline passed while they waited; they are no longer in the line."""
@@ -179,6 +178,11 @@ class Line:
         if not self._places:
             # Nobody is behind anybody: the next ones start level.
             self._last.clear()
+
+
+def _bears_s(job: Waiting) -> float:
+    """How much longer a job may wait for those who pass it."""
+    return max(BYPASS_PART * job.runs_s, BYPASS_LEAST_S)
 
 
 def _turn(place: _Place, now_s: float) -> tuple[bool, float, float, int]:

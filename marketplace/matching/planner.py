@@ -286,9 +286,9 @@ def _improve(state: State, allowed: Sequence[Sequence[str]]) -> int:
 
 
 def _movable(state: State, allowed: Sequence[Sequence[str]], variant: str) -> list[int]:
-    """Devices that could serve it but serve others, those that lose least first; a few of them."""
+    """Devices that could serve it but serve others, or others as well; those that lose least first, a few of them."""
     able = [at for at in range(len(state.devices)) if variant in allowed[at] and state.placed[at]]
-    able = [at for at in able if variant not in state.placed[at]]
+    able = [at for at in able if len(state.placed[at]) > (variant in state.placed[at])]
     return heapq.nsmallest(8, able, key=lambda at: sum(gain for _, gain in state.placed[at].values()))
 
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from uuid import uuid4
 
-from marketplace.matching.breakers import FIRST_REST_S, LEAST_REST_S, LONGEST_REST_S, MAX_ENTRIES, Breakers
+from marketplace.matching.breakers import (
+    FIRST_REST_S,
+    LEAST_REST_S,
+    LONGEST_REST_S,
+    MAX_ENTRIES,
+    PROBE_S,
+    Breakers,
+)
 from marketplace.matching.retries import RetryBudget
 
 VARIANT = uuid4()
@@ -95,3 +102,24 @@ class TestTheRetryBudget:
         while budget.try_retry(VARIANT, 0.0):
             pass
         assert budget.try_retry(uuid4(), 0.0)
+
+
+class TestACanary:
+    def test_goes_alone_after_a_rest(self) -> None:
+        breakers = Breakers()
+        breakers.failed(A, VARIANT, 0.0)
+        breakers.chosen(A, VARIANT, FIRST_REST_S)
+        assert breakers.resting([A, B], VARIANT, FIRST_REST_S + 0.1) == {A}
+        breakers.succeeded(A, VARIANT)
+        assert breakers.resting([A, B], VARIANT, FIRST_REST_S + 0.2) == frozenset()
+
+    def test_that_is_never_heard_of_again_blocks_for_a_bounded_time(self) -> None:
+        breakers = Breakers()
+        breakers.failed(A, VARIANT, 0.0)
+        breakers.chosen(A, VARIANT, FIRST_REST_S)
+        assert breakers.resting([A, B], VARIANT, FIRST_REST_S + PROBE_S) == frozenset()
+
+    def test_is_no_matter_for_a_node_that_never_failed(self) -> None:
+        breakers = Breakers()
+        breakers.chosen(B, VARIANT, 0.0)
+        assert breakers.resting([A, B], VARIANT, 0.1) == frozenset()
