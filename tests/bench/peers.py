@@ -50,6 +50,8 @@ def _litellm(port: int, engine: int, folder: Path) -> list[str]:
     file.write_text(
         "model_list:\n  - model_name: bench\n    litellm_params:\n      model: openai/bench\n"
         f"      api_base: http://127.0.0.1:{engine}/v1\n      api_key: none\n"
+        # Without keys, on loopback: it is compared for what it relays.
+        "general_settings:\n  dangerously_permit_weak_or_unset_master_key: true\n"
     )
     return ["--config", str(file), "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1"]
 
