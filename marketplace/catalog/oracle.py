@@ -116,7 +116,7 @@ class _Child:
         with tempfile.NamedTemporaryFile(prefix="fallow-vocabulary-", suffix=".gguf") as file:
             file.write(gguf)
             file.flush()
-            self._process = subprocess.Popen(  # noqa: S603  # our own interpreter, our own script
+            self._process = subprocess.Popen(  # our own interpreter, our own script
                 [sys.executable, "-I", "-S", str(_CHILD), str(library), file.name],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

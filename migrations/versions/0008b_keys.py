@@ -127,7 +127,7 @@ CHANGES = (
     (
         CLOSE,
         "  -- A charge stays held until",
-        """  -- A charge counts in the period in which it is known. What was held ends, whatever became of the hold meanwhile.
+        """  -- A charge counts in the period in which it is known; what was held ends, whatever became of the hold.
   update key_budgets k
     set held_nano = greatest(k.held_nano - s.hold_nano, 0),
         spent_nano = case when k.period_started_at < key_period_start(k.period, at_now) then 0 else k.spent_nano end
