@@ -20,7 +20,17 @@ from marketplace.core.settings import Settings
 from marketplace.embedded import EmbeddedStores, StoreUrls
 
 TEMPLATE = "template_fallow"
+REAL_PROCESSES = ("e2e", "faults", "integration", "conformance")
+"""Tests of many real processes, on machines that may be shared: a failed one is run again, and told as rerun. What
+fails twice fails."""
 _numbers = itertools.count(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.relative_to(here).parts[0] in REAL_PROCESSES:
+            item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=1))
 
 
 @pytest.fixture(scope="session")
