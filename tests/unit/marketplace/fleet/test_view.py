@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from uuid import UUID, uuid4
 
 import pytest
@@ -10,8 +11,8 @@ import pytest
 from marketplace.fleet.occupancy import Occupancy
 from marketplace.fleet.snapshot import GatewaySnapshot, PublishedOffer
 from marketplace.fleet.view import REMOTE_GRACE_S, FleetView
-from marketplace.matching.types import OfferView
-from tests.fleet_world import VARIANT_ID, offer_view
+from marketplace.matching.types import Filter, OfferView
+from tests.fleet_world import VARIANT_ID, demand, offer_view
 
 NODE = uuid4()
 
@@ -148,3 +149,62 @@ class TestTwoClaims:
         world.local(offer)
         (published,) = world.view.published()
         assert published.view("gw-a", 0.0) == offer
+
+
+class TestPicking:
+    def test_sees_slots_that_are_taken_and_given_back(self, world: World) -> None:
+        offer = own(slots=1)
+        world.local(offer)
+        attempt = uuid4()
+        assert world.view.rank(demand(), Random(1)).offers[0].offer_id == offer.offer_id
+        world.occupancy.take(offer.offer_id, attempt, 15.0)
+        assert world.view.rank(demand(), Random(1)).refusal.refused == {Filter.FULL: 1}
+        assert world.view.full(demand()) == [offer.offer_id]
+        world.occupancy.drop(offer.offer_id, attempt)
+        assert world.view.rank(demand(), Random(1)).offers
+
+    def test_forgets_a_count_that_is_old(self, world: World) -> None:
+        offer = own()
+        world.local(offer)
+        world.occupancy.seen(offer.offer_id, 4)
+        assert not world.view.rank(demand(), Random(1)).offers
+        world.now += 1.5
+        world.occupancy.sweep()
+        assert world.view.rank(demand(), Random(1)).offers
+
+    def test_weighs_an_attempts_prompt_until_its_slot_is_free(self, world: World) -> None:
+        offer = own()
+        world.local(offer)
+        attempt = uuid4()
+        before = world.view.rank(demand(), Random(1)).ttft_s[0]
+        world.occupancy.take(offer.offer_id, attempt, 15.0)
+        world.view.weigh(attempt, offer.offer_id, demand(prompt_tokens=3_000))
+        assert world.view.rank(demand(), Random(1)).ttft_s[0] > before + 2.9
+        world.view.first_token(attempt.bytes)
+        world.occupancy.drop(offer.offer_id, attempt)
+        assert world.view.rank(demand(), Random(1)).ttft_s[0] == before
+
+    def test_leaves_out_what_cannot_be_reached_until_it_can(self, world: World) -> None:
+        world.remote(offer_view(gateway_id="gw-b"))
+        assert world.view.rank(demand(), Random(1)).offers
+        world.linked = False
+        assert not world.view.rank(demand(), Random(1)).offers
+        world.linked = True
+        assert world.view.rank(demand(), Random(1)).offers
+        world.view.drop_remote("gw-b")
+        assert not world.view.rank(demand(), Random(1)).offers
+
+    def test_follows_telemetry(self, world: World) -> None:
+        world.local(own())
+        world.view.touch_local(NODE, available=False, reason="owner", memory_free_bytes={})
+        assert world.view.rank(demand(), Random(1)).refusal.refused == {Filter.UNAVAILABLE: 1}
+        world.view.touch_local(NODE, available=True, reason="", memory_free_bytes={})
+        assert world.view.rank(demand(), Random(1)).offers
+        world.now += 31.0
+        assert world.view.rank(demand(), Random(1)).refusal.refused == {Filter.STALE: 1}
+        world.view.touch_local(NODE, available=True, reason="", memory_free_bytes={})
+        assert world.view.rank(demand(), Random(1)).offers
+
+    def test_knows_the_largest_slot(self, world: World) -> None:
+        world.local(own(context_per_slot=2_048), own(context_per_slot=512))
+        assert world.view.largest_context(VARIANT_ID) == 2_048
