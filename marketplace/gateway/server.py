@@ -6,12 +6,13 @@ Sockets without delay or compression, OpenAI's error shape even for broken HTTP,
 from __future__ import annotations
 
 import asyncio
+from http import HTTPStatus
 from types import FrameType
 from typing import Any, Final, Protocol
 
 import msgspec
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from agent.protocol import MAX_MESSAGE_BYTES, SOCKET_PATH
 from marketplace.core.errors import BadRequest
@@ -26,6 +27,13 @@ CLOSE_S: Final = 5
 SOCKETS: Final = frozenset({SOCKET_PATH.encode(), LINK_PATH.encode()})
 KEEP_ALIVE_S: Final = 75
 """Longer than proxies keep theirs, so that they are the ones to close."""
+PATIENCE_S: Final = 20.0
+"""A request that does not go on for one to two of these is cut off."""
+MIN_BODY_BYTES: Final = 8 * 1024
+"""A body that goes on brings so many in PATIENCE_S, or its end."""
+MAX_HEAD_BYTES: Final = 64 * 1024
+MAX_AHEAD: Final = 8
+"""So many requests may come before the first of them is answered; the rest waits on the wire."""
 
 
 class Drainable(Protocol):
@@ -38,25 +46,137 @@ class Drainable(Protocol):
     async def stop(self) -> None: ...
 
 
+class RequestTimeout(BadRequest):
+    """A request that does not arrive."""
+
+    status = 408
+    code = "request_timeout"
+
+
+class HeadTooLarge(BadRequest):
+    """Address and headers beyond MAX_HEAD_BYTES."""
+
+    status = 431
+    code = "head_too_large"
+
+
 class JsonHttpProtocol(HttpToolsProtocol):
-    """Says in JSON that a request is not HTTP, and upgrades to sockets where there are some."""
+    """Says in JSON what is no request, waits for none for ever, and upgrades to sockets where there are some.
+
+    Each PATIENCE_S it looks whether a head has been awaited, or a body has grown by less than MIN_BODY_BYTES, since it
+    looked the last time. What the application does not read is not held against the client.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._look: asyncio.TimerHandle | None = None
+        self._awaited: object = self
+        """The exchange that was incomplete at the last look; None: a connection's first. `self`: nothing was."""
+        self._running: RequestResponseCycle | None = None
+        """The exchange that is being answered; uvicorn's own `cycle` is the newest, which may have to wait for it."""
+        self._in_head = True
+        self._body_bytes = 0
+        self._head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+        """Called by the loop."""
+        super().connection_made(transport)
+        self._look = self.loop.call_later(PATIENCE_S, self._look_again)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by the loop."""
+        self._stop_looking()
+        self._tell_gone()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Called by the loop."""
+        if self._in_head:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(HeadTooLarge(f"Address and headers have at most {MAX_HEAD_BYTES} bytes."))
+
+    def on_headers_complete(self) -> None:
+        """Called by the parser."""
+        self._in_head = False
+        self._head_bytes = 0
+        super().on_headers_complete()
+        if 0 < len(self.pipeline) <= MAX_AHEAD:
+            # uvicorn stops reading here, and would not notice that the client leaves.
+            self.flow.resume_reading()
+
+    def on_message_complete(self) -> None:
+        """Called by the parser."""
+        self._in_head = True
+        super().on_message_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Called by the parser."""
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    def handle_websocket_upgrade(self) -> None:
+        """Sockets have their own patience."""
+        self._stop_looking()
+        super().handle_websocket_upgrade()
 
     def send_400_response(self, msg: str) -> None:
         """Answer and close. Called by uvicorn where its parser gives up."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            # The application hears that its client is gone; what it has begun to say is not mixed with this.
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-            if self.cycle.response_started:
-                self.transport.close()
-                return
-        body = msgspec.json.encode(BadRequest(msg).body())
+        self._refuse(BadRequest(msg))
+
+    def _refuse(self, error: BadRequest) -> None:
+        running = self._tell_gone()
+        if running is not None and (running.response_started or running is not self.cycle):
+            # What it has begun to say, or will not say any more, is not mixed with this.
+            self.transport.close()
+            return
+        body = msgspec.json.encode(error.body())
         head = (
-            "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+            f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\nx-request-id: {new_request_id()}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
         self.transport.close()
+
+    def _tell_gone(self) -> RequestResponseCycle | None:
+        """Let the exchange that is being answered hear that its client is gone. Returns it, if there is one."""
+        running = self._running
+        if running is None or running.response_complete:
+            return None
+        running.disconnected = True
+        running.message_event.set()
+        return running
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _awaits_head(self) -> bool:
+        """True if a request should come or go on. Between requests uvicorn's own timer waits."""
+        between = self.cycle is None or self.cycle.response_complete
+        return between and self.timeout_keep_alive_task is None
+
+    def _awaits_body(self) -> bool:
+        cycle = self.cycle
+        open_ = cycle is not None and not cycle.response_complete and cycle.more_body
+        return open_ and not self.flow.read_paused
+
+    def _look_again(self) -> None:
+        awaits_head = self._awaits_head()
+        stuck = awaits_head or (self._awaits_body() and self._body_bytes < MIN_BODY_BYTES)
+        if stuck and self._awaited is self.cycle:
+            what = "headers" if awaits_head else "body"
+            self._refuse(RequestTimeout(f"The request's {what} did not arrive in time."))
+            return
+        self._awaited = self.cycle if stuck else self
+        self._body_bytes = 0
+        self._look = self.loop.call_later(PATIENCE_S, self._look_again)
+
+    def _stop_looking(self) -> None:
+        if self._look is not None:
+            self._look.cancel()
+            self._look = None
 
     def _should_upgrade(self) -> bool:
         """Elsewhere the wish is passed over, as HTTP allows, and the request is answered like any other."""

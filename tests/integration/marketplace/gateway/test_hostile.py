@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Awaitable, Callable
 
 import pytest
 
-from agent.protocol import ENROL_PATH
+from agent.protocol import ENROL_PATH, Run
 from marketplace.core.database import SessionFactory
 from marketplace.core.settings import Settings
-from tests.gateway_world import CHAT, WORDS, Renter, World, add_renter, stalls, world
+from marketplace.gateway import server
+from tests.gateway_world import CHAT, WORDS, Renter, ScriptedAgent, World, add_renter, answers, stalls, world
 from tests.vocabularies import MODEL_ID
 
 HUGE = 10**40
@@ -160,3 +162,114 @@ class TestBytesThatAreNoHttp:
 
         tell(settings, session_factory, story)
         assert "Traceback" not in "".join(capfd.readouterr())
+
+
+class TestAClientWhoHasSentItsNextRequestAlready:
+    def test_and_leaves_amid_the_first_answer_has_left(
+        self, settings: Settings, session_factory: SessionFactory
+    ) -> None:
+        async def story(market: World, renter: Renter) -> None:
+            await market.connect(stalls)
+            sent = json.dumps({"model": MODEL_ID, "messages": CHAT, "stream": True}).encode()
+            reader, writer = await dial(market)
+            head = head_of("POST", "/v1/chat/completions", renter, f"Content-Length: {len(sent)}")
+            writer.write(f"{head}\r\n".encode() + sent)
+            async with asyncio.timeout(10):
+                await reader.readuntil(WORDS[0].encode())
+                writer.write((head_of("GET", "/v1/models", renter) + "\r\n").encode())
+                await asyncio.sleep(0.2)
+                writer.close()
+                await market.settled()
+            assert market.books.outcomes() == ["cancelled"]
+
+        tell(settings, session_factory, story)
+
+    def test_gets_each_answer_in_its_turn(self, settings: Settings, session_factory: SessionFactory) -> None:
+        async def story(market: World, renter: Renter) -> None:
+            asked = [f"/nowhere/{number}" for number in range(server.MAX_AHEAD + 4)]
+            requests = "".join(head_of("GET", path, renter) + "\r\n" for path in asked)
+            last = head_of("GET", "/last", renter, "Connection: close") + "\r\n"
+            head, body = await exchange(market, requests + last)
+            seen = head + body
+            places = [seen.index(f"GET {path} here".encode()) for path in (*asked, "/last")]
+            assert places == sorted(places)
+
+        tell(settings, session_factory, story)
+
+
+class TestARequestThatDoesNotArrive:
+    @pytest.fixture(autouse=True)
+    def impatience(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(server, "PATIENCE_S", 0.3)
+
+    @pytest.mark.parametrize(
+        "sent",
+        [
+            "",
+            "GET /v1/models HTTP/1.1\r\nHost: x\r\n",
+            "POST /v1/quote HTTP/1.1\r\nContent-Length: 9\r\nAuthorization: Bearer {}\r\n\r\n{{",
+        ],
+        ids=["nothing", "half a head", "half a body"],
+    )
+    def test_is_not_awaited_for_ever(self, settings: Settings, session_factory: SessionFactory, sent: str) -> None:
+        async def story(market: World, renter: Renter) -> None:
+            head, body = await exchange(market, sent.format(renter.secret))
+            assert head.startswith(b"HTTP/1.1 408 Request Timeout")
+            assert_refused(sent, head, body)
+
+        tell(settings, session_factory, story)
+
+    def test_is_told_from_one_that_comes_slowly_and_from_an_answer_that_takes_its_time(
+        self, settings: Settings, session_factory: SessionFactory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(server, "MIN_BODY_BYTES", 2)
+
+        async def answers_late(agent: ScriptedAgent, run: Run) -> None:
+            await asyncio.sleep(1.0)
+            await answers(agent, run)
+
+        async def story(market: World, renter: Renter) -> None:
+            await market.connect(answers_late)
+            sent = json.dumps({"model": MODEL_ID, "messages": CHAT}).encode()
+            reader, writer = await dial(market)
+            head = head_of("POST", "/v1/chat/completions", renter, f"Content-Length: {len(sent)}", "Connection: close")
+            writer.write(f"{head}\r\n".encode())
+            for at in range(0, len(sent), 8):
+                writer.write(sent[at : at + 8])
+                await asyncio.sleep(0.1)
+            async with asyncio.timeout(10):
+                assert (await reader.read()).startswith(b"HTTP/1.1 200")
+            writer.close()
+
+        tell(settings, session_factory, story)
+
+
+class TestAHeadWithoutEnd:
+    @pytest.mark.parametrize("behind", [False, True], ids=["alone", "behind a stream"])
+    def test_is_refused_before_it_fills_the_memory(
+        self, settings: Settings, session_factory: SessionFactory, behind: bool
+    ) -> None:
+        async def story(market: World, renter: Renter) -> None:
+            await market.connect(stalls)
+            reader, writer = await dial(market)
+            if behind:
+                sent = json.dumps({"model": MODEL_ID, "messages": CHAT, "stream": True}).encode()
+                head = head_of("POST", "/v1/chat/completions", renter, f"Content-Length: {len(sent)}")
+                writer.write(f"{head}\r\n".encode() + sent)
+                await reader.readuntil(WORDS[0].encode())
+            writer.write(head_of("GET", "/v1/models", renter).encode())
+            with contextlib.suppress(ConnectionError):
+                for _ in range(64):
+                    writer.write(b"X: " + b"x" * 4_096 + b"\r\n")
+                    await writer.drain()
+                    await asyncio.sleep(0.002)
+            seen = b""
+            with contextlib.suppress(ConnectionError):
+                async with asyncio.timeout(10):
+                    seen = await reader.read()
+            assert (b"HTTP/1.1 431" in seen) != behind or not seen
+            assert writer.transport.is_closing()
+            writer.close()
+            await market.settled()
+
+        tell(settings, session_factory, story)
