@@ -241,6 +241,8 @@ def _parse_hello(event: MutableMapping[str, Any]) -> tuple[Hello, list[protocol.
         raise _Rejected("bad_message", f"Not a list of frames: {error}", 5.0) from None
     if not frames or not isinstance(frames[0], Hello):
         raise _Rejected("bad_message", "The first frame must be the greeting.", 5.0)
+    if not frames[0].agent_version.isprintable():
+        raise _Rejected("bad_message", "The agent's version is not printable text.", 5.0)
     return frames[0], frames[1:]
 
 

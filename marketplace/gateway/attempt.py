@@ -152,14 +152,14 @@ class AttemptRun:
             return
         self.reported = True
         if isinstance(frame, Refused):
-            self.stop(of_refusal(frame.code), frame.code[:CODE_CHARACTERS], frame.message)
+            self.stop(of_refusal(frame.code), *_words(frame))
         else:
             self.report = frame
             self._end_by(frame)
 
     def _end_by(self, report: Finished | Failed) -> None:
         if isinstance(report, Failed):
-            self.stop(of_failure(report.code), report.code[:CODE_CHARACTERS], report.message)
+            self.stop(of_failure(report.code), *_words(report))
         elif report.finish_reason in FINISH_REASONS:
             self.stop(Ending.FINISHED)
         elif report.finish_reason == "cancelled":
@@ -167,3 +167,16 @@ class AttemptRun:
             self.stop(Ending.NODE, "engine_error", "The node stopped without being asked.")
         else:
             self.stop(Ending.BLANK, "engine_empty", "The engine closed without a finish reason.")
+
+
+def _words(frame: Refused | Failed) -> tuple[str, str]:
+    """The node's code and message, within bounds, and without what neither a database nor a terminal should get."""
+    return _printable(frame.code[:CODE_CHARACTERS]), _printable(frame.message[:MESSAGE_CHARACTERS])
+
+
+def _printable(text: str) -> str:
+    return (
+        text
+        if text.isprintable()
+        else "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
+    )

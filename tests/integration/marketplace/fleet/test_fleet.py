@@ -198,6 +198,26 @@ class TestAnImpostor:
         assert goodbye.code == {"key": "bad_signature", "version": "wrong_version", "node": "unknown_node"}[what]
         assert goodbye.retry_after_s < 0
 
+    def test_whose_version_is_no_text_is_not_taken_for_a_database_that_is_away(
+        self, settings: Settings, session_factory: SessionFactory, node: Enrolled
+    ) -> None:
+        async def story() -> None:
+            async with (
+                gateway(settings, session_factory, {}) as home,
+                connect(home.agent_url, compression=None, proxy=None) as connection,
+            ):
+                await connection.recv()
+                await connection.send(
+                    protocol.encode([protocol.Hello(protocol.VERSION, str(node.node_id), b"", "1\0", [])])
+                )
+                message = await connection.recv()
+                assert isinstance(message, bytes)
+                (goodbye,) = protocol.decode_from_gateway(message)
+                assert isinstance(goodbye, Goodbye)
+                assert (goodbye.code, "version" in goodbye.message) == ("bad_message", True)
+
+        asyncio.run(story())
+
     def test_that_never_greets_is_cut(
         self, settings: Settings, session_factory: SessionFactory, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -150,3 +150,18 @@ class TestWaiting:
             await asyncio.wait_for(waiting, 1.0)
 
         tell(story)
+
+
+class TestWordsOfANode:
+    def test_lose_what_no_database_takes(self) -> None:
+        async def refused(attempt: AttemptRun) -> None:
+            attempt.on_frame(Refused(ATTEMPT, 1, "a\0b", "\x1b[2Jgone\0" + "x" * 1_000))
+
+        async def failed(attempt: AttemptRun) -> None:
+            attempt.on_frame(Failed(ATTEMPT, 1, 0, "\0" * 1_000, "out of memory: 5 GiB, größer", UsageReport(), 0.0))
+
+        attempt = tell(refused)
+        assert (attempt.code, attempt.message[:10]) == ("a\ufffdb", "\ufffd[2Jgone\ufffdx")
+        attempt = tell(failed)
+        assert (attempt.code, attempt.message) == ("\ufffd" * 64, "out of memory: 5 GiB, größer")
+        assert attempt.ending is Ending.NODE
