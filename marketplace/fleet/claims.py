@@ -23,6 +23,8 @@ MAX_CONTEXT: Final = 16_777_216
 MAX_RATE_NANO: Final = 10**15
 """A million dollars per million tokens: above it is a slip of the keyboard, and sums could leave 64 bits."""
 MAX_TOKENS_PER_S: Final = 1e7
+MIN_TOKENS_PER_S: Final = 1e-3
+"""Slower is a slip or a lie, and its inverse, seconds a token, need not be finite."""
 MAX_PREFIX_CACHE_S: Final = 3_600.0
 MAX_BYTES: Final = 2**50
 MAX_POWER_MW: Final = 5_000_000
@@ -105,8 +107,8 @@ def _claim(report: OfferReport, variant_id: UUID) -> Claim:
         simulated=report.simulated,
         warm=report.warm,
         prefix_cache_s=_within(report.prefix_cache_s, MAX_PREFIX_CACHE_S) or 0.0,
-        prefill_tokens_per_s=_within(report.prefill_tokens_per_s, MAX_TOKENS_PER_S),
-        decode_tokens_per_s=_within(report.decode_tokens_per_s, MAX_TOKENS_PER_S),
+        prefill_tokens_per_s=_speed(report.prefill_tokens_per_s),
+        decode_tokens_per_s=_speed(report.decode_tokens_per_s),
     )
 
 
@@ -181,6 +183,11 @@ def _plain(text: str) -> bool:
 
 def _within(value: float | None, limit: float) -> float | None:
     return value if value is not None and math.isfinite(value) and 0 <= value <= limit else None
+
+
+def _speed(tokens_per_s: float | None) -> float | None:
+    bounded = _within(tokens_per_s, MAX_TOKENS_PER_S)
+    return bounded if bounded is not None and bounded >= MIN_TOKENS_PER_S else None
 
 
 def _int_within(value: int | None, limit: int) -> int | None:

@@ -68,6 +68,8 @@ STORE_EVERY_S: Final = 5.0
 SYNC_PAUSE_S: Final = 0.2
 """Between two writes about one node: a node that changes its mind all the time writes five times a second."""
 SYNC_RETRY_S: Final = 2.0
+MAX_REFUSALS_TOLD: Final = 8
+"""Of one inventory, a line each; the rest is a number."""
 COMEBACK_S: Final = 0.5
 """What a leaving gateway tells its agents: come back, here or elsewhere, after this."""
 
@@ -253,13 +255,15 @@ class Fleet:
             session.inventory, self._catalog.by_sha256, allow_simulated=self._settings.allow_simulated
         )
         if refused != session.refused:
-            for claim in refused:
+            for claim in refused[:MAX_REFUSALS_TOLD]:
                 log.warning(
                     "offer_refused",
                     node=session.node.node_id.hex,
                     variant_sha256=claim.variant_sha256,
                     reason=claim.reason,
                 )
+            if len(refused) > MAX_REFUSALS_TOLD:
+                log.warning("offers_refused", node=session.node.node_id.hex, count=len(refused))
         session.refused = refused
 
     async def _keep_synced(self, session: NodeSession) -> None:

@@ -16,7 +16,7 @@ from marketplace.core.settings import Settings
 from marketplace.core.valkey import connect as connect_valkey
 from marketplace.fleet.links import GoneReason, NodeUnreachable
 from marketplace.fleet.models import EnergySample, Node, OfferedInterval
-from marketplace.fleet.service import Fleet
+from marketplace.fleet.service import MAX_REFUSALS_TOLD, Fleet
 from marketplace.fleet.snapshot import read_fleet
 from marketplace.matching.types import Filter, OfferView
 from tests.fleet_world import (
@@ -630,3 +630,18 @@ async def reachable(caller: Gateway, home: str, variant_id: UUID) -> OfferView:
     """The offer as another gateway sees it, once its link is up."""
     await until(lambda: caller.fleet.view.offers(variant_id) and caller.fleet._peers.linked(home))
     return caller.fleet.view.offers(variant_id)[0]
+
+
+class TestManyOffersThatCannotBe:
+    def test_are_told_in_few_lines(
+        self, settings: Settings, session_factory: SessionFactory, node: Enrolled, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        async def story() -> None:
+            async with gateway(settings, session_factory, {}) as home, agent(home, node) as running:
+                await running.say(Inventory([offer_report(device_id=f"card-{number}") for number in range(500)]))
+                await until(lambda: any(session.refused for session in home.fleet._sessions.values()))
+
+        capfd.readouterr()
+        asyncio.run(story())
+        said = "".join(capfd.readouterr())
+        assert said.count("offer_refused") == MAX_REFUSALS_TOLD

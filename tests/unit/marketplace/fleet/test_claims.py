@@ -53,6 +53,11 @@ class TestAnInventory:
         (claim,), _ = check(offer_report(simulated=True), allow_simulated=True)
         assert claim.simulated
 
+    @pytest.mark.parametrize("speed", [0.0, 5e-324, 1e-300, 0.0009])
+    def test_has_speeds_without_a_finite_inverse_made_unknown(self, speed: float) -> None:
+        (claim,), _ = check(offer_report(prefill_tokens_per_s=speed, decode_tokens_per_s=speed))
+        assert (claim.prefill_tokens_per_s, claim.decode_tokens_per_s) == (None, None)
+
     @pytest.mark.parametrize("figure", [float("nan"), float("inf"), -1.0, 1e30])
     def test_has_impossible_speeds_made_unknown(self, figure: float) -> None:
         (claim,), _ = check(
