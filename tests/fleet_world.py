@@ -152,7 +152,10 @@ def fake_catalog(variants: dict[str, UUID]) -> Catalog:
     """A catalogue that knows hashes only. The dictionary stays the caller's, and may grow."""
     return cast(
         "Catalog",
-        SimpleNamespace(by_sha256=lambda sha256: SimpleNamespace(id=variants[sha256]) if sha256 in variants else None),
+        SimpleNamespace(
+            by_sha256=lambda sha256: SimpleNamespace(id=variants[sha256]) if sha256 in variants else None,
+            by_id=lambda _: None,
+        ),
     )
 
 
