@@ -20,17 +20,15 @@ from marketplace.core.settings import Settings
 from marketplace.embedded import EmbeddedStores, StoreUrls
 
 TEMPLATE = "template_fallow"
-REAL_PROCESSES = ("e2e", "faults", "integration", "conformance")
-"""Tests of many real processes, on machines that may be shared: a failed one is run again, and told as rerun. What
-fails twice fails."""
+RERUNS = 1
+"""Most tests talk to real processes, on machines that may be shared and stand still for seconds. A failed one is run
+again and reported as rerun; what fails twice fails."""
 _numbers = itertools.count(1)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.relative_to(here).parts[0] in REAL_PROCESSES:
-            item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=1))
+        item.add_marker(pytest.mark.flaky(reruns=RERUNS, reruns_delay=1))
 
 
 @pytest.fixture(scope="session")
