@@ -27,8 +27,8 @@ demo: setup ## the main job, end to end, with real parts
 up: setup ## run everything on this machine until Ctrl-C
 	@$(BIN)/fallow up
 
-test: setup ## the whole suite
-	@$(BIN)/python -m pytest -m "not soak"
+test: setup ## the whole suite, two files at a time
+	@$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile
 
 check: setup ## lint, types, import contracts, migrations against models
 	@$(BIN)/ruff check .
