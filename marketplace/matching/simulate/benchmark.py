@@ -169,9 +169,17 @@ def cheap_matcher(fleet: Fleet, rng: Random) -> Matcher:
     return matcher
 
 
+def unguarded_matcher(fleet: Fleet, rng: Random) -> Matcher:
+    """The choice of a node alone: as the simple rules, it sends everything somewhere. What the guard is worth."""
+    matcher = Matcher(fleet, rng, guarded=False)
+    matcher.name = "fallow, no guard"
+    return matcher
+
+
 CONTESTANTS: Final[tuple[Make, ...]] = (
     POLICIES["fallow"],
     cheap_matcher,
+    unguarded_matcher,
     *(make for name, make in POLICIES.items() if name != "fallow"),
 )
 

@@ -69,12 +69,13 @@ Make = Callable[[Fleet, Random], Policy]
 
 
 class Matcher:
-    """The real matcher, with the gateway's guard: what cannot be useful anywhere now is not sent anywhere now."""
+    """The real matcher, and before it a guard: what it predicts to be useful nowhere now is not sent anywhere now."""
 
     name = "fallow"
     wants_prefixes = True
 
-    def __init__(self, fleet: Fleet, rng: Random, rules: Rules = SIMULATION_RULES) -> None:
+    def __init__(self, fleet: Fleet, rng: Random, rules: Rules = SIMULATION_RULES, *, guarded: bool = True) -> None:
+        self._guarded = guarded
         self._index = FleetIndex(rules)
         self._rng = rng
         self._offers = [_offer(node, number, fleet) for number, node in enumerate(fleet.nodes)]
@@ -115,7 +116,7 @@ class Matcher:
         decision = self._index.choose(demand, now_s, self._rng)
         if isinstance(decision, Refusal):
             return decision
-        if decision.cost.ttft_s > order.useful_s:
+        if self._guarded and decision.cost.ttft_s > order.useful_s:
             self._index.release(decision.reservation, now_s)
             return FULL
         return self._numbers[decision.offer.node_id], decision.reservation

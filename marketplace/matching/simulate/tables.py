@@ -133,7 +133,8 @@ def benchmark_table(cells: Sequence[Cell]) -> Table:
 def verdicts(cells: Sequence[Cell]) -> list[str]:
     """Sentences on a trace: what was reached, and where the real matcher loses."""
     ours = [cell for cell in cells if cell.policy == "fallow"]
-    priced = [cell for cell in cells if cell.policy.startswith("fallow")]
+    priced = [cell for cell in cells if cell.policy.startswith("fallow") and cell.policy != "fallow, no guard"]
+    bare = {cell.load: cell.of_bound.mean for cell in cells if cell.policy == "fallow, no guard"}
     found = []
     for cell in ours:
         rivals = [other for other in cells if other.load == cell.load and not other.policy.startswith("fallow")]
@@ -146,7 +147,8 @@ def verdicts(cells: Sequence[Cell]) -> list[str]:
         found.append(
             f"load {cell.load:g}: {cell.of_bound.mean:.1%} of the bound"
             f" ({'reached' if cell.of_bound.mean >= 0.9 else 'MISSED'}: 90%), best baseline {best.of_bound.mean:.1%}"
-            f" ({best.policy}); a million tokens in time {own.usd_per_mtok_in_time.mean:.4f} USD ({own.policy}),"
+            f" ({best.policy}), without the guard {bare.get(cell.load, cell.of_bound.mean):.1%};"
+            f" a million tokens in time {own.usd_per_mtok_in_time.mean:.4f} USD ({own.policy}),"
             f" {'cheaper than' if own.usd_per_mtok_in_time.mean < cheap.usd_per_mtok_in_time.mean else 'DEARER than'}"
             f" the cheapest baseline's {cheap.usd_per_mtok_in_time.mean:.4f} ({cheap.policy});"
             f" busiest node {cell.busiest_over_mean.mean:.2f} of the mean"

@@ -66,10 +66,19 @@ class TestBenchmark:
         pytest.importorskip("matplotlib")
         out = tmp_path / "out"
         shown = simulate("benchmark", str(trace), "--load", "0.5", "--seeds", "1", "--out", str(out))
-        for policy in ("fallow", "sort by price", "random", "round robin", "least outstanding", "cheapest", "prefix"):
+        for policy in (
+            "fallow",
+            "sort by price",
+            "no guard",
+            "random",
+            "round robin",
+            "least outstanding",
+            "cheapest",
+            "prefix",
+        ):
             assert policy in shown
         cells = json.loads((out / "benchmark.json").read_text())
-        assert len(cells) == 7
+        assert len(cells) == 8
         assert all(cell["of_bound"]["mean"] <= 1 for cell in cells)
         assert (out / "goodput.png").exists()
         assert (out / "cost.png").exists()
