@@ -21,7 +21,7 @@ BLUE: Final = "#2f6db3"
 ORANGE: Final = "#d9822b"
 GREY: Final = "#b8c0c8"
 GREEN: Final = "#3f8f5b"
-_COLOURS: Final = (BLUE, "#7fb2e5", GREY, "#9aa5b1", "#7b8794", ORANGE, "#c0504d")
+_COLOURS: Final = (BLUE, "#7fb2e5", GREEN, GREY, "#9aa5b1", "#7b8794", ORANGE, "#c0504d")
 
 
 def draw_run(outcome: Outcome, made: Report, folder: Path) -> list[Path]:
