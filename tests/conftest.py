@@ -26,6 +26,12 @@ again and reported as rerun; what fails twice fails."""
 _numbers = itertools.count(1)
 
 
+def pytest_configure() -> None:
+    # Workers that run tests side by side claim a terminal of 80 columns; the commands under test write to a pipe.
+    os.environ.pop("COLUMNS", None)
+    os.environ.pop("LINES", None)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(pytest.mark.flaky(reruns=RERUNS, reruns_delay=1))
