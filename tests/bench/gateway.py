@@ -150,7 +150,13 @@ def _peers(world: World, *, rate: float, seconds: float, max_tokens: int, count:
         with peers.running(peer, world.folder, rate=rate) as found:
             if found is not None:
                 port, process = found
-                yield peer.name, _load(world, port, process, seconds, max_tokens=max_tokens, count=count)
+                try:
+                    run = _load(world, port, process, seconds, max_tokens=max_tokens, count=count)
+                except (RuntimeError, subprocess.SubprocessError) as error:
+                    # A peer that cannot bear the load has no ratio; ours is measured all the same.
+                    print(f"  {peer.name} did not bear the load: {str(error)[:200]!r}", file=sys.stderr)
+                    continue
+                yield peer.name, run
 
 
 @dataclass
