@@ -58,6 +58,7 @@ class ValkeyPipe:
         self._waiting: list[tuple[Script, Sequence[Any], Sequence[Any], asyncio.Future[Any]]] = []
         self._task: asyncio.Task[None] | None = None
         self._down_until = 0.0
+        self._loaded: set[str] = set()
 
     @property
     def down(self) -> bool:
@@ -94,6 +95,7 @@ class ValkeyPipe:
 
     async def _send(self, batch: list[tuple[Script, Sequence[Any], Sequence[Any], asyncio.Future[Any]]]) -> None:
         try:
+            await self._load(batch)
             replies = await self._execute(batch)
             if any(isinstance(reply, NoScriptError) for reply in replies):
                 # Valkey was restarted and forgot the scripts; nothing of a NOSCRIPT call has run.
@@ -118,6 +120,13 @@ class ValkeyPipe:
                 future.set_exception(ValkeyDownError(str(reply)))
             else:
                 future.set_result(reply)
+
+    async def _load(self, batch: list[tuple[Script, Sequence[Any], Sequence[Any], asyncio.Future[Any]]]) -> None:
+        """Make scripts known before their first use: one that Valkey does not know would run after the rest of its
+        batch, and a slot would be asked for before it is given back."""
+        for source in {script.source for script, *_ in batch} - self._loaded:
+            await self._client.script_load(source)
+            self._loaded.add(source)
 
     async def _execute(
         self, batch: Sequence[tuple[Script, Sequence[Any], Sequence[Any], asyncio.Future[Any]]]

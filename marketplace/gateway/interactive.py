@@ -31,13 +31,17 @@ from marketplace.gateway.surface import Surface
 from marketplace.jobs.endings import MAX_ATTEMPTS, MAX_PREEMPTIONS
 from marketplace.jobs.hot import Admit, AttemptLease, Lease
 from marketplace.jobs.states import JobState, Outcome
-from marketplace.matching.types import Demand, Filter, OfferView, Rates, Refusal
+from marketplace.matching.types import Demand, Filter, OfferView, Ranked, Rates, Refusal
 from marketplace.metering.pricing import Priced, affordable_output, worst_case
 from marketplace.metering.tokens import TokenCounts
 
 log = get_logger(__name__)
 MAX_ADMISSIONS: Final = 4
 """Times that an admission is tried again because the balance was smaller than the worst case."""
+ROOM_TRIES: Final = 5
+"""Times that a slot is asked for which a queued job has just given up..."""
+ROOM_PAUSE_S: Final = 0.05
+"""...since Valkey may hear of it a moment later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,20 +151,27 @@ class Interactive:
         demand = self._demand(ceiling, most_nano)
         choice = self._measured.choice
         ranked = find(services, demand, choice)
-        if (
-            not ranked.offers
-            and not choice.lists
-            and await services.flex.make_room(lambda: services.fleet.view.full(demand))
-        ):
-            ranked = services.fleet.rank(demand)
-        if not ranked.offers:
-            raise NoCapacity(ranked.refusal)
-        taken = await services.fleet.reservations.reserve_first(ranked, attempt_id, services.pulse.reservation_s)
+        taken = await self._take(ranked, attempt_id)
+        full = taken is None and not ranked.offers and not choice.lists
+        if full and await services.flex.make_room(lambda: services.fleet.view.full(demand)):
+            for _ in range(ROOM_TRIES):
+                ranked = services.fleet.rank(demand)
+                taken = await self._take(ranked, attempt_id)
+                if taken is not None:
+                    break
+                await asyncio.sleep(ROOM_PAUSE_S)
         if taken is None:
             nodes = len({offer.node_id for offer in ranked.offers})
-            raise NoCapacity(Refusal({**ranked.refusal.refused, Filter.RESERVED: nodes}))
+            raise NoCapacity(Refusal({**ranked.refusal.refused, Filter.RESERVED: nodes}) if nodes else ranked.refusal)
         services.fleet.chosen(taken, attempt_id, demand)
         return taken
+
+    async def _take(self, ranked: Ranked, attempt_id: UUID) -> OfferView | None:
+        """A slot at the best of these offers that has one, or None."""
+        if not ranked.offers:
+            return None
+        services = self._services
+        return await services.fleet.reservations.reserve_first(ranked, attempt_id, services.pulse.reservation_s)
 
     def _demand(self, ceiling: Rates | None = None, most_nano: int | None = None) -> Demand:
         return self._measured.demand(

@@ -9,13 +9,27 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
+from agent.protocol import Run
 from marketplace.billing.service import settle
 from marketplace.core.database import SessionFactory, transaction
 from marketplace.core.settings import Settings
 from marketplace.core.valkey import connect
 from marketplace.jobs.tasks import assign_until_done, make_matcher, sweep
 from tests.fleet_world import until
-from tests.gateway_world import CHAT, MODEL_ID, WORDS, World, add_renter, fails, refuses, stalls, thinks, world
+from tests.gateway_world import (
+    CHAT,
+    MODEL_ID,
+    WORDS,
+    ScriptedAgent,
+    World,
+    add_renter,
+    answers,
+    fails,
+    refuses,
+    stalls,
+    thinks,
+    world,
+)
 
 OPEN = ("queued", "running", "cancelling")
 TICK_S = 0.1
@@ -174,5 +188,28 @@ class TestEnds:
             await market.connect(thinks)
             job = await ended(client, await submit(client, deadline_s=1))
             assert (job["status"], job["outcome"], job["cost"]) == ("expired", "expired", "0")
+
+        tell(story, settings, session_factory)
+
+
+class TestGivingWay:
+    def test_a_running_job_gives_its_slot_to_a_client_that_waits_and_is_run_again(
+        self, settings: Settings, session_factory: SessionFactory
+    ) -> None:
+        async def story(market: World, client: AsyncOpenAI) -> None:
+            async def first_one_thinks(agent: ScriptedAgent, run: Run) -> None:
+                await (thinks if run is agent.runs[0] else answers)(agent, run)
+
+            agent = await market.connect(first_one_thinks, slots=1)
+            request = {"model": MODEL_ID, "messages": CHAT, "max_tokens": 400}
+            job_id = await submit(client, request=request)
+            await until(lambda: len(agent.runs) == 1)
+            answer = await client.chat.completions.create(model=MODEL_ID, messages=CHAT, max_tokens=20)
+            assert answer.choices[0].message.content == "".join(WORDS)
+            assert [cancel.attempt for cancel in agent.cancels] == [agent.runs[0].attempt]
+            job = await ended(client, job_id)
+            assert job["status"] == "completed"
+            assert market.books.faults() == [0]
+            assert [attempt.end_code for attempt in market.books.attempts()] == ["gave_way", "delivered", "delivered"]
 
         tell(story, settings, session_factory)
