@@ -16,6 +16,7 @@ from marketplace.billing.service import balance
 from marketplace.core.database import SessionFactory
 from marketplace.gateway import metrics, models
 from marketplace.gateway.deps import Caller, GatewayServices, Renter
+from marketplace.gateway.explanations import explain_request
 from marketplace.gateway.quote import Purse, find_all, measure, quote
 from marketplace.gateway.surface import parse_any
 from marketplace.gateway.tokenize import parse_tokenize, tokenize
@@ -53,6 +54,18 @@ async def make_quote(request: Request, services: GatewayServices, principal: Ren
             _purse, services.session_factory, principal.organisation_id, measured.variant.id
         )
         return quote(measured, ranked, Purse(available_nano, usual, cached))
+
+
+@router.post("/v1/explain")
+async def explain(request: Request, services: GatewayServices, principal: Renter) -> dict[str, Any]:
+    """Where a chat or a text completion would go now: who was refused by what, the best five with their costs, and why
+    the first. Nothing is held or charged."""
+    chat = await asyncio.to_thread(parse_any, await request.body())
+    async with services.limited(principal):
+        measured = await measure(services, chat, principal)
+        cached = services.prefixes.held(principal.organisation_id, measured.variant.id, measured.prompt_packed)
+        demand = measured.demand(principal.organisation_id, cached_tokens=cached)
+        return explain_request(services, measured, demand)
 
 
 @router.post("/v1/tokenize")
