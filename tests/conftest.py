@@ -34,7 +34,8 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        item.add_marker(pytest.mark.flaky(reruns=RERUNS, reruns_delay=1))
+        if item.get_closest_marker("soak") is None:
+            item.add_marker(pytest.mark.flaky(reruns=RERUNS, reruns_delay=1))
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ import os
 import secrets
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
@@ -265,7 +266,7 @@ class Connection(asyncio.Protocol):
         self.write(_head(status, content_type, f"Content-Length: {len(body)}") + body)
 
 
-class Answer:
+class Answer(ABC):
     """One chat's answer on its way out."""
 
     def __init__(self, connection: Connection, chat: _Chat) -> None:
@@ -275,12 +276,13 @@ class Answer:
         self._created = int(time.time())
         self.on_abandon: Callable[[], None] = lambda: None
 
+    @abstractmethod
     def open(self) -> None:
         """Begin."""
 
+    @abstractmethod
     def hear(self, event: SimEvent) -> None:
         """What the simulation says."""
-        raise NotImplementedError
 
     def abandon(self) -> None:
         """The client is gone."""
@@ -354,6 +356,9 @@ class WholeAnswer(Answer):
     def __init__(self, connection: Connection, chat: _Chat) -> None:
         super().__init__(connection, chat)
         self._text: list[str] = []
+
+    def open(self) -> None:
+        """Nothing goes out before the end."""
 
     def hear(self, event: SimEvent) -> None:
         """Gather, and send at the end."""

@@ -26,7 +26,7 @@ from marketplace.gateway.interactive import Caller, Interactive, Placement
 from marketplace.gateway.outcomes import Ending
 from marketplace.gateway.outlets import JsonOutlet, StreamOutlet, abort_connection
 from marketplace.gateway.parse import OFFLOAD_BYTES, Inference
-from marketplace.gateway.quote import Measured, measure, take_tokens
+from marketplace.gateway.quote import ContextLengthExceeded, Measured, measure, take_tokens
 from marketplace.gateway.services import Services
 from marketplace.gateway.surface import Surface
 from marketplace.jobs.states import Outcome
@@ -113,7 +113,11 @@ class ChatApp:
         exchange.headers += _encoded(limits)
         if chat.answer_schema is not None:
             await services.schemas.require_schema(chat.answer_schema)
-        measured = await measure(services, chat, principal)
+        try:
+            measured = await measure(services, chat, principal)
+        except ContextLengthExceeded as error:
+            self._note_unmet(error)
+            raise
         if principal.tokens_per_minute is not None:
             await take_tokens(services, principal, limits, measured)
             exchange.headers[own:] = _encoded(limits)
@@ -148,6 +152,13 @@ class ChatApp:
         if notes is not None:
             notes.conversation(interactive.job_id, principal.organisation_id, measured.chat.opening)
         return placement
+
+    def _note_unmet(self, error: ContextLengthExceeded) -> None:
+        """For statements: what an owner's larger slots would have earned."""
+        services = self._services
+        if services.notes is not None and error.unmet is not None:
+            offers = services.fleet.view.offers(error.unmet.variant_id)
+            services.notes.refused(error.unmet, offers, rules=services.fleet.rules)
 
     def _outlet(self, exchange: _Exchange, caller: Caller, measured: Measured) -> StreamOutlet | JsonOutlet:
         chat = measured.chat

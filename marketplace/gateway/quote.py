@@ -27,6 +27,8 @@ class ContextLengthExceeded(BadRequest):
     """The prompt, or prompt and answer, do not fit any slot that serves the model."""
 
     code = "context_length_exceeded"
+    unmet: Demand | None = None
+    """What larger slots would have run; None if it is more than the model itself can hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +91,18 @@ async def measure(services: Services, chat: Inference, principal: Principal) -> 
     counted = await chat.count(variant)
     # Tokens of the largest slot that serves the variant now; without any, what the model was trained for.
     context = services.fleet.view.largest_context(variant.id) or variant.training_context
+    try:
+        most = bound_output(chat, variant.default_max_output, counted.tokens, context)
+    except ContextLengthExceeded as error:
+        if counted.tokens + (chat.max_tokens or 1) <= variant.training_context:
+            error.unmet = Demand(variant.id, counted.tokens, chat.max_tokens or 1, None, principal.organisation_id)
+        raise
     return Measured(
         chat=chat,
         variant=variant,
         prompt_tokens=counted.tokens,
         prompt_packed=pack(counted.ids),
-        max_output_tokens=bound_output(chat, variant.default_max_output, counted.tokens, context),
+        max_output_tokens=most,
         client_bound=chat.max_tokens is not None,
         context=context,
         list_offers=lambda: services.fleet.view.offers(variant.id),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -22,25 +20,12 @@ from tests.witness import (
     charge_of,
     ended,
     outcome_of,
+    raw_request,
     stream,
     submit,
 )
 
 LONG = "Read all of this before you answer. " * 120
-
-
-def raw_request(stack: Stack, gateway: str, renter: Renter, body: dict[str, Any]) -> socket.socket:
-    """Send a chat over a bare socket that takes as little as it can."""
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.connect(("127.0.0.1", stack.ports[gateway]))
-    payload = json.dumps(body).encode()
-    head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: fallow\r\nAuthorization: Bearer {renter.secret}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
-    )
-    connection.sendall(head.encode() + payload)
-    return connection
 
 
 def outcomes_of(stack: Stack, renter: Renter) -> list[str]:

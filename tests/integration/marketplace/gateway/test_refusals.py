@@ -9,9 +9,11 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from sqlalchemy import select
 
 from marketplace.core.database import SessionFactory
 from marketplace.core.settings import Settings
+from marketplace.jobs.demand import RefusedMinute
 from tests.fleet_world import telemetry
 from tests.gateway_world import CHAT, MODEL_ID, WORDS, Renter, World, add_renter, answers, thinks, until, world
 
@@ -59,6 +61,27 @@ class TestARequestThatCannotBeServed:
                 assert caught.value.code == "model_not_found"
                 assert MODEL_ID in caught.value.message
                 assert market.books.outcomes() == ["request_rejected"]
+
+        asyncio.run(story())
+
+    def test_for_larger_slots_than_any_is_400_and_noted_as_demand_unless_it_is_beyond_the_model(
+        self, settings: Settings, session_factory: SessionFactory
+    ) -> None:
+        renter = add_renter(session_factory)
+
+        async def story() -> None:
+            async with world(settings, session_factory) as market:
+                agent = await market.connect(answers)
+                context = market.offers()[0].context_per_slot
+                for wanted in (context, 10**6):
+                    status, _, body = await post(market, renter, chat_body(max_tokens=wanted))
+                    assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+            with session_factory() as session:
+                noted = [
+                    (row.node_id, row.filter, row.requests, row.max_output_tokens)
+                    for row in session.scalars(select(RefusedMinute))
+                ]
+            assert noted == [(agent.node.node_id, "CONTEXT", 1, context)]
 
         asyncio.run(story())
 
