@@ -14,7 +14,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from marketplace.billing.service import balance
 from marketplace.core.database import SessionFactory
-from marketplace.gateway import metrics, models
+from marketplace.gateway import gauges, metrics, models
 from marketplace.gateway.deps import Caller, GatewayServices, Renter
 from marketplace.gateway.explanations import explain_request
 from marketplace.gateway.quote import Purse, find_all, measure, quote
@@ -118,8 +118,7 @@ async def figures(request: Request, services: GatewayServices) -> Response:
     if not _is_loopback(request):
         principal = await services.authenticate(request.scope)
         principal.require("operator")
-    services.metrics.active.set(services.pulse.active)
-    services.metrics.waiting.set(services.writer.waiting)
+    await gauges.refresh(services)
     return Response(services.metrics.render(), media_type=metrics.CONTENT_TYPE)
 
 

@@ -61,6 +61,20 @@ class GatewayMetrics:
             "fallow_waiting_records", "Records that wait to be written to the database.", registry=self.registry
         )
         self.active = Gauge("fallow_active_attempts", "Attempts that run here now.", registry=self.registry)
+        self.nodes = Gauge("fallow_fleet_nodes", "Nodes with offers, over all gateways.", registry=self.registry)
+        self.slots = Gauge(
+            "fallow_fleet_slots",
+            "Slots on offer: busy, idle, or withheld by their owners; over all gateways.",
+            ["state"],
+            registry=self.registry,
+        )
+        self.jobs = Gauge("fallow_jobs", "Queued jobs that are open, by state.", ["state"], registry=self.registry)
+        self.oldest_job = Gauge(
+            "fallow_oldest_queued_job_seconds", "Age of the job that waits longest.", registry=self.registry
+        )
+        self.unsettled = Gauge("fallow_unsettled_receipts", "Receipts without a journal.", registry=self.registry)
+        self.outbox = Gauge("fallow_outbox_rows", "Tasks that the broker has not taken.", registry=self.registry)
+        self.database_up = Gauge("fallow_database_up", "1 if the last scrape reached it.", registry=self.registry)
 
     def add_tokens(self, tokens: TokenCounts) -> None:
         """Count what was billed."""

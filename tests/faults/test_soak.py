@@ -173,6 +173,7 @@ def growth(samples: list[int]) -> float:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(MINUTES * 60 + 900)
 def test_half_an_hour_of_trouble_breaks_no_rule_and_leaks_no_memory(
     market: Stack, capsys: pytest.CaptureFixture[str]
 ) -> None:

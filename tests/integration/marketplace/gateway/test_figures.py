@@ -11,7 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from marketplace.core.database import SessionFactory
 from marketplace.core.settings import Settings
-from tests.gateway_world import CHAT, MODEL_ID, World, add_renter, answers, world
+from tests.fleet_world import telemetry
+from tests.gateway_world import CHAT, MODEL_ID, World, add_renter, answers, stalls, until, world
 
 
 async def figures(market: World) -> dict[str, float]:
@@ -56,5 +57,32 @@ class TestFigures:
                 assert found["fallow_fees_nano_usd_total"] == receipt.fee_nano
                 assert found["fallow_losses_nano_usd_total"] == 0
                 assert found["fallow_waiting_records"] == 0
+                assert found["fallow_database_up"] == 1
+                assert found["fallow_unsettled_receipts"] == 1
+
+        asyncio.run(story())
+
+    def test_tell_the_fleet_and_what_waits(self, settings: Settings, session_factory: SessionFactory) -> None:
+        renter = add_renter(session_factory)
+
+        async def story() -> None:
+            async with world(settings, session_factory) as market:
+                agent = await market.connect(stalls, slots=3)
+                body = {"request": {"model": MODEL_ID, "messages": CHAT, "max_tokens": 5}}
+                assert (await market.call("POST", "/v1/jobs", renter, json=body)).status == 202
+                asking = asyncio.create_task(
+                    market.client(renter).chat.completions.create(model=MODEL_ID, messages=CHAT, max_tokens=5)
+                )
+                await until(lambda: agent.runs and market.offers()[0].slots_busy == 1)
+                found = await figures(market)
+                assert (found["fallow_fleet_nodes"], found["fallow_active_attempts"]) == (1, 1)
+                assert (found["fallow_fleet_slots:busy"], found["fallow_fleet_slots:idle"]) == (1, 2)
+                assert (found["fallow_jobs:queued"], found["fallow_jobs:running"]) == (1, 0)
+                assert found["fallow_oldest_queued_job_seconds"] > 0
+                await agent.say(telemetry(available=False))
+                await until(lambda: not market.offers()[0].available)
+                assert (await figures(market))["fallow_fleet_slots:withheld"] == 2
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
 
         asyncio.run(story())
