@@ -65,6 +65,29 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a bar."""
+
+    name: str
+    value: Cell
+    format: Format
+
+    @property
+    def length(self) -> float:
+        """In proportion to the value; 0 for one that is unknown or negative."""
+        return max(0.0, float(self.value)) if isinstance(self.value, int | float | Fraction) else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Something whole and what it is made of, for those who would rather look than read."""
+
+    title: str
+    parts: tuple[Part, ...]
+    """At most five."""
+
+
+@dataclass(frozen=True, slots=True)
 class Document:
     """A statement, an invoice or a report, ready to be written."""
 
@@ -75,6 +98,8 @@ class Document:
     facts: tuple[Fact, ...]
     sheets: tuple[Sheet, ...]
     notes: tuple[str, ...] = ()
+    bars: tuple[Bar, ...] = ()
+    """Drawn where the format can; they say nothing that the sheets do not."""
 
 
 def totalled(name: str, columns: Sequence[Column], rows: Sequence[tuple[Cell, ...]], *notes: str) -> Sheet:

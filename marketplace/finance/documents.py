@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import add
 
-from marketplace.finance.document import Cell, Column, Document, Fact, Format, Sheet, totalled
+from marketplace.finance.document import Bar, Cell, Column, Document, Fact, Format, Part, Sheet, totalled
 from marketplace.finance.economics import NodeEconomics
 from marketplace.finance.heldback import Held
 from marketplace.finance.invoice import Invoice
 from marketplace.finance.platform import PlatformReport
-from marketplace.finance.statement import DeviceYield, State, VariantYield, YieldStatement
+from marketplace.finance.statement import Amounts, DeviceYield, State, VariantYield, YieldStatement
 
 MONEY, COUNT, SHARE, HOURS = Format.MONEY, Format.COUNT, Format.SHARE, Format.HOURS
 
@@ -55,7 +57,49 @@ def statement_document(statement: YieldStatement, held: Sequence[Held] | None = 
         sheets.append(_held_sheet(held))
     notes = [*statement.problems, *([SIMULATED_NOTE] if total.simulated else [])]
     return Document(
-        "Statement of yield", statement.owner_name, str(statement.period), facts, tuple(sheets), tuple(notes)
+        "Statement of yield",
+        statement.owner_name,
+        str(statement.period),
+        facts,
+        tuple(sheets),
+        tuple(notes),
+        (*_money_bars(total), *map(_hours_bar, sorted(statement.devices, key=lambda each: -each.usage.offered_us))),
+    )
+
+
+def _money_bars(total: DeviceYield) -> tuple[Bar, ...]:
+    """What became of what renters paid; none where nothing was."""
+    if not total.earnings.gross_nano:
+        return ()
+    amounts = reduce(add, (variant.amounts for variant in total.variants), Amounts())
+    return (
+        Bar(
+            "What renters paid",
+            (
+                Part("yours", total.earnings.gross_nano - total.earnings.fee_nano, MONEY),
+                Part("the platform's fee", total.earnings.fee_nano, MONEY),
+            ),
+        ),
+        Bar(
+            "What earned it",
+            (
+                Part("output", amounts.output_visible_nano + amounts.output_reasoning_nano, MONEY),
+                Part("input", amounts.input_uncached_nano, MONEY),
+                Part("cached input", amounts.input_cached_nano, MONEY),
+            ),
+        ),
+    )
+
+
+def _hours_bar(device: DeviceYield) -> Bar:
+    usage = device.usage
+    return Bar(
+        f"Hours of {device.node_name}, {device.device_name or device.device_id}",
+        (
+            Part("working", usage.busy_us, HOURS),
+            Part("held for a job, not working", max(0, usage.rented_us - usage.busy_us), HOURS),
+            Part("offered, without a job", usage.offered_us - usage.rented_us, HOURS),
+        ),
     )
 
 

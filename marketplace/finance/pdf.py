@@ -1,4 +1,4 @@
-"""A document as PDF: a page that one would send. The sole importer of reportlab; its fonts are embedded.
+"""A document as PDF: a page that one would send. With bars.py the sole importer of reportlab; its fonts are embedded.
 
 The same document gives the same bytes: no time of printing, no random ids.
 """
@@ -22,6 +22,7 @@ from reportlab.pdfbase.ttfonts import TTFont
 from reportlab.platypus import KeepTogether, LongTable, Paragraph, SimpleDocTemplate, Spacer, Table, TableStyle
 
 import ledger
+from marketplace.finance import bars
 from marketplace.finance.document import Cell, Column, Document, Fact, Format, Sheet
 from marketplace.finance.files import written
 
@@ -117,6 +118,10 @@ def _story(document: Document, styles: dict[str, ParagraphStyle]) -> list[Any]:
         _fact_grid(document.facts, styles),
     ]
     story += [Paragraph(_text(note), styles["note"]) for note in document.notes]
+    if document.bars:
+        picture = bars.drawing(document.bars, WIDTH, FONT, lambda part: shown(part.value, part.format))
+        # As wide as the tables are, which stand free of the page's padding.
+        story += [Spacer(1, 4 * mm), Table([[picture]], colWidths=[WIDTH], style=[("LEFTPADDING", (0, 0), (0, 0), 0)])]
     for sheet in document.sheets:
         story += _section(sheet, styles)
     return story

@@ -113,6 +113,16 @@ class TestXlsx:
 
 
 class TestPdf:
+    def test_draws_what_became_of_the_money_and_of_each_device_s_hours(
+        self, statement: YieldStatement, tmp_path: Path
+    ) -> None:
+        page = PdfReader(service.write_statement(statement, tmp_path / "s.pdf")).pages[0].extract_text()
+        for said in ("What renters paid", "What earned it", "Hours of "):
+            assert said in page
+        assert "working: 0.50" in page
+        assert "held for a job, not working: 0.50" in page
+        assert "offered, without a job: 1.00" in page
+
     def test_its_fonts_are_embedded(self, statement: YieldStatement, tmp_path: Path) -> None:
         reader = PdfReader(service.write_statement(statement, tmp_path / "s.pdf"))
         fonts = [
