@@ -31,10 +31,10 @@ def run_gateway(
 def serve_gateway(settings: Settings) -> None:
     """Run one gateway process until SIGTERM or SIGINT."""
     from marketplace.app import create_app
-    from marketplace.gateway.server import make_server
+    from marketplace.gateway.server import make_server, spare_the_collector
 
     logs.configure(settings.log_format, settings.log_level)
-    make_server(create_app(settings), settings).run()
+    make_server(create_app(settings), settings, started=spare_the_collector).run()
 
 
 @worker.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})

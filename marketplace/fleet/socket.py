@@ -39,6 +39,8 @@ NEVER: Final = -1.0
 CLOSE_POLICY: Final = 1008
 CLOSE_BUSY: Final = 1013
 WORK: Final = frozenset({Tokens, Accepted, Refused, Finished, Failed})
+LISTEN: Final = "fallow.listen"
+"""ASGI extension of a server that can hand over messages without a queue: `extensions[LISTEN]["listen"](take)`."""
 
 
 class Home(Protocol):
@@ -99,7 +101,7 @@ class AgentSocket:
             return
         finally:
             self._greeting -= 1
-        await self._run(session, rest, receive, send)
+        await self._run(session, rest, scope, receive, send)
 
     # --- greeting -------------------------------------------------------------------------------------------------
 
@@ -163,10 +165,17 @@ class AgentSocket:
 
     # --- serving --------------------------------------------------------------------------------------------------
 
-    async def _run(self, session: NodeSession, rest: list[protocol.AgentFrame], receive: Receive, send: Send) -> None:
+    async def _run(
+        self, session: NodeSession, rest: list[protocol.AgentFrame], scope: Scope, receive: Receive, send: Send
+    ) -> None:
         writer = asyncio.create_task(_write(session, send))
+        listening = scope.get("extensions", {}).get(LISTEN)
         try:
-            goodbye = self._take(session, rest) or await self._serve(session, receive)
+            goodbye = self._take(session, rest)
+            if goodbye is None and listening is not None:
+                goodbye = await self._listen(session, listening["listen"], receive)
+            elif goodbye is None:
+                goodbye = await self._serve(session, receive)
             reason = GoneReason.PROTOCOL if goodbye else GoneReason.NODE_GONE
             session.end(self._links, reason, goodbye, resumable=goodbye is None)
             if goodbye is not None:
@@ -184,16 +193,46 @@ class AgentSocket:
             event = await receive()
             if event["type"] != "websocket.receive" or session.sender.closed:
                 return None
-            message = event.get("bytes")
-            if message is None or len(message) > protocol.MAX_MESSAGE_BYTES:
-                return Goodbye("bad_message", "Messages are binary and at most 4 MiB.", 5.0)
-            try:
-                frames = protocol.decode_from_agent(message)
-            except msgspec.DecodeError as error:
-                return Goodbye("bad_message", f"Not a list of frames: {error}", 5.0)
-            goodbye = self._take(session, frames)
+            goodbye = self._take_message(session, event.get("bytes"))
             if goodbye is not None:
                 return goodbye
+
+    async def _listen(
+        self, session: NodeSession, listen: Callable[[Callable[[bytes | None], None]], None], receive: Receive
+    ) -> Goodbye | None:
+        """`_serve`, by a server that hands over each message in the call that brought it."""
+        over: asyncio.Future[Goodbye | None] = asyncio.get_running_loop().create_future()
+
+        def take(message: bytes | None) -> None:
+            if over.done():
+                return
+            try:
+                goodbye = self._take_message(session, message)
+            except Exception:
+                # The edge of the server's protocol, which must not break: this socket ends, as if it had.
+                log.exception("agent_message_failed", node=session.node.node_id.hex)
+                over.set_result(None)
+                return
+            if goodbye is not None or session.sender.closed:
+                over.set_result(goodbye)
+
+        listen(take)
+        closed = asyncio.ensure_future(receive())
+        ends: tuple[asyncio.Future[Any], ...] = (over, closed)
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            closed.cancel()
+        return over.result() if over.done() else None
+
+    def _take_message(self, session: NodeSession, message: bytes | None) -> Goodbye | None:
+        if message is None or len(message) > protocol.MAX_MESSAGE_BYTES:
+            return Goodbye("bad_message", "Messages are binary and at most 4 MiB.", 5.0)
+        try:
+            frames = protocol.decode_from_agent(message)
+        except msgspec.DecodeError as error:
+            return Goodbye("bad_message", f"Not a list of frames: {error}", 5.0)
+        return self._take(session, frames)
 
     def _take(self, session: NodeSession, frames: list[protocol.AgentFrame]) -> Goodbye | None:
         session.heard_at_s = time.monotonic()

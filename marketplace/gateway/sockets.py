@@ -1,0 +1,118 @@
+"""A WebSocket whose application takes each message in the call that brought it.
+
+uvicorn's protocol puts a generator-based parser, a queue, a task to wake and two changes of what the kernel watches
+between a message's arrival and whoever wants it: more than half of what a streamed chunk cost. Here whole binary
+messages are cut out of the stream and handed over at once. Every other frame goes to the library, whole as well, so
+that it always stands between two frames, and judges and answers as it would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.http11 import Request
+from websockets.protocol import State
+
+try:
+    from websockets.speedups import apply_mask
+except ImportError:
+    # As the library does where its compiled part is missing.
+    from websockets.utils import apply_mask
+
+from marketplace.fleet.socket import LISTEN
+
+WHOLE_BINARY: Final = 0x82
+"""First byte of a frame that is a binary message by itself."""
+MASKED: Final = 0x80
+"""In the second byte; a client must set it."""
+LONG: Final = {126: 2, 127: 8}
+"""Bytes of an extended length, by what stands in its place."""
+HEAD: Final = 2
+MASK: Final = 4
+
+
+class DirectSocketProtocol(WebSocketsSansIOProtocol):
+    """Offers the extension `fallow.listen`: see fleet.socket."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._take: Callable[[bytes | None], None] | None = None
+        self._partial = bytearray()
+        self._needed = 0
+        """Bytes that `_partial` must have before it is worth looking at."""
+
+    def handle_connect(self, event: Request) -> None:
+        """Called with the handshake."""
+        super().handle_connect(event)
+        if not self.close_sent:
+            self.scope["extensions"][LISTEN] = {"listen": self.listen}
+
+    def listen(self, take: Callable[[bytes | None], None]) -> None:
+        """Hand every message to `take` from now on, beginning with those that wait; None stands for a text. It must not
+        raise. The end of the connection still comes through `receive`."""
+        self._take = take
+        waiting = [self.queue.get_nowait() for _ in range(self.queue.qsize())]
+        for event in waiting:
+            if event["type"] == "websocket.receive":
+                take(event.get("bytes"))
+            else:
+                self.queue.put_nowait(event)
+        if self.read_paused:
+            self.read_paused = False
+            self.transport.resume_reading()
+
+    def send_receive_event_to_app(self) -> None:
+        """Called for messages that went through the library: texts, and those in several frames."""
+        if self._take is None:
+            super().send_receive_event_to_app()
+            return
+        whole, self.frames = b"".join(self.frames), []
+        if not self.close_sent:
+            self._take(whole if self.curr_msg_data_type == "bytes" else None)
+
+    def data_received(self, data: bytes) -> None:
+        """Called by the loop."""
+        if not self.handshake_initiated or self.conn.state is not State.OPEN:
+            super().data_received(data)
+            return
+        if self._partial:
+            self._partial += data
+            if len(self._partial) < self._needed:
+                return
+            data, self._partial = bytes(self._partial), bytearray()
+        rest = self._split(data)
+        if rest < len(data):
+            self._partial += memoryview(data)[rest:]
+
+    def _split(self, data: bytes) -> int:
+        """Hand over the whole frames. Returns where the first incomplete one begins."""
+        at, size = 0, len(data)
+        while size - at >= HEAD:
+            length = data[at + 1] & ~MASKED
+            start = at + HEAD
+            if length in LONG:
+                start += LONG[length]
+                if start > size:
+                    self._needed = start - at
+                    return at
+                length = int.from_bytes(data[at + HEAD : start])
+            start += MASK
+            if data[at + 1] < MASKED or length > self.config.ws_max_size:
+                # No such frame may be: the library says so and closes, whatever follows.
+                super().data_received(data[at:])
+                return size
+            end = start + length
+            if end > size:
+                self._needed = end - at
+                return at
+            take = self._take
+            # A message in several frames may be under way; none may begin within it, and the library says so.
+            if take is not None and data[at] == WHOLE_BINARY and self.conn.current_size is None:
+                take(apply_mask(data[start:end], data[start - MASK : start]))
+            else:
+                super().data_received(data[at:end])
+            at = end
+        self._needed = HEAD
+        return at
