@@ -173,6 +173,7 @@ class Client:
             agent_version=self._version,
             attempts=self._listener.known_attempts(),
             resumes=True,
+            choices=True,
         )
         await socket.send_bytes(protocol.encode([hello]))
         welcome, *early = await _receive(socket)

@@ -23,6 +23,7 @@ from agent import home as folder
 from agent import identity as identities
 from agent.awake import Awake
 from agent.calibration import Calibrator
+from agent.choices import combined, request_for
 from agent.client import Client, TurnedAway
 from agent.config import AgentConfig, AskTable, ConfigError, ModelTable
 from agent.earnings import Earnings
@@ -232,7 +233,7 @@ class Daemon:
             self._dispatch(ended)
 
     async def _do_work(self, work: events.StartWork) -> events.WorkEvent:
-        """Stream one answer out of the engine. Returns how it ended; raises only CancelledError and defects."""
+        """Stream the answers out of the engine. Returns how that ended; raises only CancelledError and defects."""
         engine = self._supervisors[work.key].engine
         if engine is None:
             return events.WorkBroke(work.attempt, "engine_died", "the engine is gone", time.monotonic())
@@ -240,23 +241,34 @@ class Daemon:
             body = msgspec.json.decode(work.body, type=dict[str, object])
         except msgspec.DecodeError:
             return events.WorkBroke(work.attempt, "engine_rejected", "the request is not JSON", time.monotonic())
-        request = EngineRequest(body, work.max_output_tokens, work.cache_scope, work.timeout_s, work.prompt_tokens)
-        self._dispatch(events.WorkBegan(work.attempt, time.monotonic()))
+        began = time.monotonic()
+        self._dispatch(events.WorkBegan(work.attempt, began))
+        ends: list[Done] = []
+        try:
+            for choice in range(work.choices):
+                left_s = began + work.timeout_s - time.monotonic()
+                ends.append(await self._stream(engine, request_for(work, body, choice, left_s), work.attempt, choice))
+                if not ends[-1].finish_reason:
+                    break
+        except EngineError as error:
+            return events.WorkBroke(work.attempt, error.code, error.message, time.monotonic())
+        finish_reason, usage, finish_reasons = combined(ends)
+        return events.WorkEnded(work.attempt, finish_reason, usage, time.monotonic(), finish_reasons)
+
+    async def _stream(self, engine: Engine, request: EngineRequest, attempt: bytes, choice: int) -> Done:
+        """Stream one answer. Raises EngineError."""
         # The port promises aclose; typing has no name for an iterator with it but the generator's.
         stream = cast("AsyncGenerator[EngineEvent, None]", engine.generate(request))
         done = Done("")
-        try:
-            async with contextlib.aclosing(stream):
-                async for event in stream:
-                    if isinstance(event, Piece):
-                        self._dispatch(events.PieceCame(work.attempt, event, time.monotonic()))
-                        if self._client.congested:
-                            await self._client.room()
-                    elif isinstance(event, Done):
-                        done = event
-        except EngineError as error:
-            return events.WorkBroke(work.attempt, error.code, error.message, time.monotonic())
-        return events.WorkEnded(work.attempt, done.finish_reason, done.usage, time.monotonic())
+        async with contextlib.aclosing(stream):
+            async for event in stream:
+                if isinstance(event, Piece):
+                    self._dispatch(events.PieceCame(attempt, event, time.monotonic(), choice))
+                    if self._client.congested:
+                        await self._client.room()
+                elif isinstance(event, Done):
+                    done = event
+        return done
 
     # --- the connection (client.Listener) -----------------------------------------------------------------------------
 

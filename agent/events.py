@@ -48,6 +48,7 @@ class PieceCame:
     attempt: bytes
     piece: Piece
     now: float
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,8 @@ class WorkEnded:
     finish_reason: str
     usage: Usage
     now: float
+    finish_reasons: tuple[str, ...] = ()
+    """Of each choice, where there are several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +184,7 @@ class StartWork:
     cache_scope: str
     timeout_s: float
     prompt_tokens: int = 0
+    choices: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ This module imports the standard library and msgspec only. The marketplace may i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -22,6 +23,8 @@ RESUME_S: Final = 3.0
 """For so long after its socket broke an answer that has begun may be taken up again, on either side."""
 COALESCE_S: Final = 0.002
 """How long a frame after the first may wait for company."""
+MAX_CHOICES: Final = 8
+"""Answers that one attempt may be asked for."""
 HEARTBEAT_S: Final = 10.0
 """Telemetry goes on change, and at least this often; the gateway drops an agent silent for three of these."""
 
@@ -52,6 +55,8 @@ class Hello(Frame, frozen=True, array_like=True, tag="hello"):
     """Attempts that the agent still runs or holds an unacknowledged report for."""
     resumes: bool = False
     """The agent understands Resume."""
+    choices: bool = False
+    """The agent understands Run.choices."""
 
 
 class RunningAttempt(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -176,6 +181,9 @@ class Run(Frame, frozen=True, array_like=True, tag="run"):
     """Opaque. Prefixes are reused only between attempts of one scope, so that tenants cannot time each other."""
     device_id: str = ""
     """Which replica of the variant is meant, where a node has one on several devices. Empty: whichever has room."""
+    choices: int = 1
+    """Answers that are wanted, made one after the other in one slot, each of `max_output_tokens` at most. More than one
+    only for an agent whose Hello says `choices`."""
 
 
 class Renew(Frame, frozen=True, array_like=True, tag="renew"):
@@ -235,6 +243,8 @@ class Tokens(Frame, frozen=True, array_like=True, tag="tokens"):
     reasoning: bool = False
     extra: bytes = b""
     """JSON of a choice's other delta fields (tool_calls, logprobs), already in OpenAI's shape; rare."""
+    choice: int = 0
+    """Which of the answers it is a piece of. It never goes back."""
 
 
 class UsageReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -263,6 +273,8 @@ class Finished(Frame, frozen=True, array_like=True, tag="finished"):
     busy_ms: float
     """From the engine's first byte of work to its last."""
     signature: bytes = b""
+    finish_reasons: list[str] = []
+    """Of each answer, where several were asked for: `finish_reason` is then the last one's."""
 
 
 class Failed(Frame, frozen=True, array_like=True, tag="failed"):
@@ -340,6 +352,11 @@ def decode_from_gateway(message: bytes) -> list[GatewayFrame]:
 def hello_payload(nonce: bytes, node_id: str, gateway_id: str) -> bytes:
     """The bytes that an agent signs to prove its key. With the gateway's id in them no other gateway takes them."""
     return b"fallow-hello-1\0" + nonce + b"\0" + node_id.encode() + b"\0" + gateway_id.encode()
+
+
+def signed_reason(finish_reason: str, finish_reasons: Sequence[str]) -> str:
+    """What `receipt_payload` takes as the finish reason: all of them, where there are several."""
+    return " ".join(finish_reasons) or finish_reason
 
 
 def receipt_payload(  # noqa: PLR0917 - the order is the signed format

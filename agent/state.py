@@ -14,11 +14,11 @@ the machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from agent.engines.port import Usage
+from agent.engines.port import Piece, Usage
 from agent.events import (
     Connected,
     Delivered,
@@ -47,6 +47,7 @@ from agent.events import (
     WorkStopped,
 )
 from agent.protocol import (
+    MAX_CHOICES,
     RESUME_S,
     Accepted,
     Cancel,
@@ -64,6 +65,7 @@ from agent.protocol import (
     UsageReport,
     Void,
     receipt_payload,
+    signed_reason,
 )
 from agent.records import (
     RESEND_FIRST_S,
@@ -297,6 +299,7 @@ class AgentState:
                 cache_scope=frame.cache_scope,
                 timeout_s=deadline_s + TIMEOUT_MARGIN_S,
                 prompt_tokens=frame.prompt_tokens,
+                choices=min(frame.choices, MAX_CHOICES),
             )
         )
 
@@ -383,11 +386,14 @@ class AgentState:
             self._out.append(StopWork(event.attempt))
             self._fail(attempt, "engine_error", "the engine sent an oversized piece", event.now)
             return
-        self._append(attempt, piece.text[:MAX_TEXT_CHARS], list(piece.token_ids), piece.reasoning, piece.extra)
+        head = Piece(piece.text[:MAX_TEXT_CHARS], piece.token_ids, piece.reasoning, piece.extra)
+        self._append(attempt, head, event.choice)
         for start in range(MAX_TEXT_CHARS, len(piece.text), MAX_TEXT_CHARS):
-            self._append(attempt, piece.text[start : start + MAX_TEXT_CHARS], [], piece.reasoning, b"")
+            rest = Piece(piece.text[start : start + MAX_TEXT_CHARS], reasoning=piece.reasoning)
+            self._append(attempt, rest, event.choice)
 
-    def _append(self, attempt: AttemptState, text: str, ids: list[int], reasoning: bool, extra: bytes) -> None:
+    def _append(self, attempt: AttemptState, piece: Piece, choice: int) -> None:
+        text = piece.text
         try:
             data = text.encode()
         except UnicodeEncodeError:  # a lone surrogate out of some engine's JSON: neither wire nor client can carry it
@@ -395,10 +401,20 @@ class AgentState:
             text = data.decode()
         attempt.digest.update(data)
         self.counters.pieces += 1
-        piece = Tokens(attempt.run.attempt, attempt.run.epoch, attempt.sequence, text, ids, reasoning, extra)
-        attempt.pieces.append(piece)
+        run = attempt.run
+        frame = Tokens(
+            run.attempt,
+            run.epoch,
+            attempt.sequence,
+            text,
+            list(piece.token_ids),
+            piece.reasoning,
+            piece.extra,
+            choice,
+        )
+        attempt.pieces.append(frame)
         if attempt.away_until is None:
-            self._out.append(Send(piece))
+            self._out.append(Send(frame))
         attempt.sequence += 1
 
     def _work_ended(self, event: WorkEnded) -> None:
@@ -408,7 +424,8 @@ class AgentState:
         attempt.stopped_at = event.now
         if event.finish_reason:
             self._measure(attempt, event.usage)
-            self._finish(attempt, event.finish_reason, _usage_report(event.usage), event.now)
+            usage = _usage_report(event.usage)
+            self._finish(attempt, event.finish_reason, usage, event.now, event.finish_reasons)
         elif attempt.sequence == 0:
             self._fail(attempt, "engine_empty", "the engine closed without an answer", event.now, event.usage)
         else:
@@ -461,7 +478,14 @@ class AgentState:
         else:
             self._fail(attempt, attempt.cause.value, STOP_MESSAGES[attempt.cause], now)
 
-    def _finish(self, attempt: AttemptState, finish_reason: str, usage: UsageReport, now: float) -> None:
+    def _finish(
+        self,
+        attempt: AttemptState,
+        finish_reason: str,
+        usage: UsageReport,
+        now: float,
+        finish_reasons: Sequence[str] = (),
+    ) -> None:
         if attempt.cause is StopCause.VOID:
             self._release(attempt)
             return
@@ -470,9 +494,8 @@ class AgentState:
         else:
             self.counters.completed += 1
         run = attempt.run
-        payload = receipt_payload(
-            run.attempt, run.epoch, attempt.sequence, finish_reason, usage, attempt.digest.digest()
-        )
+        signed = signed_reason(finish_reason, finish_reasons)
+        payload = receipt_payload(run.attempt, run.epoch, attempt.sequence, signed, usage, attempt.digest.digest())
         self._report(
             attempt,
             Finished(
@@ -485,6 +508,7 @@ class AgentState:
                 ttft_ms=None if attempt.first_piece_at is None else _ms(attempt.arrived_at, attempt.first_piece_at),
                 busy_ms=_ms(attempt.began_at, attempt.stopped_at),
                 signature=self._sign(payload),
+                finish_reasons=list(finish_reasons),
             ),
             now,
         )
@@ -633,6 +657,8 @@ class AgentState:
         engine = self.engines[attempt.key]
         if attempt.began_at is None or attempt.first_piece_at is None or attempt.last_piece_at is None:
             return
+        if attempt.run.choices > 1:
+            return  # the prompts between its answers would read as slow decoding
         uncached = (usage.prompt_tokens or 0) - (usage.cached_tokens or 0)
         prefill_s = attempt.first_piece_at - attempt.began_at
         if uncached >= 32 and prefill_s > 0:

@@ -179,7 +179,7 @@ class Links:
         carrier = route.carrier if route else self._find_carrier(node_id, "")
         if route is not None and type(frame) is Run:
             route.epoch = frame.epoch
-            route.max_pieces = 2 * frame.max_output_tokens + SPARE_PIECES
+            route.max_pieces = 2 * frame.max_output_tokens * frame.choices + SPARE_PIECES
         if carrier is None or not carrier.send(node_id, frame):
             raise NodeUnreachable(f"Node {node_id.hex} cannot be reached.")
 

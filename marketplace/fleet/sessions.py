@@ -87,6 +87,8 @@ class NodeSession:
         self.stray = Allowance(per_s=200.0, burst=2_000.0)
         self.resumes = False
         """The agent takes answers up again after a break."""
+        self.gives_choices = False
+        """The agent gives several answers to one request."""
         self._voided: dict[bytes, float] = {}
 
     # --- carrier --------------------------------------------------------------------------------------------------
@@ -204,4 +206,5 @@ class NodeSession:
             kv_step_s_per_token=known.kv_step_s_per_token,
             power_fraction=known.power_fraction,
             headroom=known.headroom,
+            gives_choices=self.gives_choices,
         )

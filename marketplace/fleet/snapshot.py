@@ -61,6 +61,7 @@ class PublishedOffer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kv_step_s_per_token: float = 0.0
     power_fraction: float = 1.0
     headroom: float = 1.0
+    gives_choices: bool = False
 
     @classmethod
     def of(cls, offer: OfferView, connected_at_us: int) -> PublishedOffer:
@@ -91,6 +92,7 @@ class PublishedOffer(msgspec.Struct, frozen=True, array_like=True, gc=False):
             kv_step_s_per_token=offer.kv_step_s_per_token,
             power_fraction=offer.power_fraction,
             headroom=offer.headroom,
+            gives_choices=offer.gives_choices,
         )
 
     def view(self, gateway_id: str, elapsed_s: float) -> OfferView:
@@ -122,6 +124,7 @@ class PublishedOffer(msgspec.Struct, frozen=True, array_like=True, gc=False):
             kv_step_s_per_token=self.kv_step_s_per_token,
             power_fraction=self.power_fraction,
             headroom=self.headroom,
+            gives_choices=self.gives_choices,
         )
 
 

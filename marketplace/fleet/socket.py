@@ -127,6 +127,7 @@ class AgentSocket:
         now_ms = time.time_ns() // 1_000_000
         sender.put(protocol.Welcome(str(node.node_id), self._gateway_id, now_ms))
         session.resumes = hello.resumes
+        session.gives_choices = hello.choices
         points, unknown = self._links.resume(session, node.node_id, hello.attempts[:4_096])
         if points:
             log.info("attempts_resumed", node=node.node_id.hex, attempts=len(points))

@@ -84,6 +84,13 @@ class Texts:
     """Names and arguments of tool calls: generated text too."""
 
 
+def by_choice(pieces: Sequence[Tokens], choices: int) -> list[Sequence[Tokens]]:
+    """The pieces of each of so many answers to one request."""
+    if choices == 1:
+        return [pieces]
+    return [[piece for piece in pieces if piece.choice == index] for index in range(choices)]
+
+
 def gather(pieces: Sequence[Tokens]) -> Texts:
     """Join pieces. Ids are None as soon as one piece with text lacks them. Raises BadExtraError."""
     visible: list[str] = []
@@ -143,19 +150,24 @@ def completion(
     created: int,
     model: str,
     pieces: Sequence[Tokens],
-    finish_reason: str,
+    finish_reasons: Sequence[str],
     usage: dict[str, Any],
 ) -> dict[str, Any]:
-    """A whole chat completion, as an answer that is not streamed. Raises BadExtraError."""
-    message, logprobs = message_of(pieces)
+    """A whole chat completion, as an answer that is not streamed; a finish reason a choice. Raises BadExtraError."""
+    answers = zip(by_choice(pieces, len(finish_reasons)), finish_reasons, strict=True)
     return {
         "id": completion_id,
         "object": "chat.completion",
         "created": created,
         "model": model,
-        "choices": [{"index": 0, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}],
+        "choices": [_choice_object(index, own, reason) for index, (own, reason) in enumerate(answers)],
         "usage": usage,
     }
+
+
+def _choice_object(index: int, pieces: Sequence[Tokens], finish_reason: str) -> dict[str, Any]:
+    message, logprobs = message_of(pieces)
+    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 def usage_object(tokens: TokenCounts, priced: Priced | None) -> dict[str, Any]:

@@ -30,17 +30,20 @@ class AttemptRun:
 
     __slots__ = (
         "_characters",
+        "_choice",
         "_max_characters",
         "_max_tokens",
         "_waiter",
         "accepted",
         "attempt_id",
+        "choices",
         "code",
         "eager",
         "ending",
         "epoch",
         "first_token_at",
         "lease_until",
+        "max_output_tokens",
         "message",
         "offer",
         "pieces",
@@ -49,7 +52,10 @@ class AttemptRun:
         "token_count",
     )
 
-    def __init__(self, offer: OfferView, attempt_id: bytes, epoch: int, max_output_tokens: int) -> None:
+    def __init__(
+        self, offer: OfferView, attempt_id: bytes, epoch: int, max_output_tokens: int, choices: int = 1
+    ) -> None:
+        """`max_output_tokens` bounds each of the answers."""
         self.offer = offer
         self.attempt_id = attempt_id
         self.epoch = epoch
@@ -71,6 +77,10 @@ class AttemptRun:
         self.report: Finished | Failed | None = None
         self.reported = False
         """The node has nothing more to say: it reported, refused, or is gone."""
+        self.max_output_tokens = max_output_tokens
+        self.choices = choices
+        self._choice = 0
+        """The answer that is being made: they come one after the other."""
         self._characters = 0
         self._max_tokens = max_output_tokens + SPARE_TOKENS
         self._max_characters = SPARE_CHARACTERS + max_output_tokens * CHARACTERS_PER_TOKEN
@@ -91,6 +101,13 @@ class AttemptRun:
         self.reported = True
         ours = reason in (GoneReason.LINK_LOST, GoneReason.STOPPING)
         self.stop(Ending.PLATFORM if ours else Ending.NODE, reason.value, "The connection to the node was lost.")
+
+    @property
+    def finish_reasons(self) -> tuple[str, ...]:
+        """Of each answer, once all ended in order; else empty."""
+        if self.ending is not Ending.FINISHED or not isinstance(self.report, Finished):
+            return ()
+        return tuple(self.report.finish_reasons) if self.choices > 1 else (self.report.finish_reason,)
 
     # --- called by whoever runs the attempt -----------------------------------------------------------------------
 
@@ -122,6 +139,8 @@ class AttemptRun:
         pieces = self.pieces
         if not pieces:
             self.first_token_at = asyncio.get_running_loop().time()
+        if frame.choice != self._choice and not self._turn_to(frame.choice):
+            return
         if frame.extra and not self._check_extra(frame.extra):
             return
         pieces.append(frame)
@@ -137,6 +156,16 @@ class AttemptRun:
             self._waiter = None
             if not waiter.done():
                 waiter.set_result(None)
+
+    def _turn_to(self, choice: int) -> bool:
+        """The answer before is over, and this one has bounds of its own. A node that named no later one lies."""
+        if not self._choice < choice < self.choices:
+            self.stop(Ending.NODE, "engine_error", "The node sent a piece of an answer that was not due.")
+            return False
+        self._choice = choice
+        self._max_tokens = self.token_count + self.max_output_tokens + SPARE_TOKENS
+        self._max_characters = self._characters + SPARE_CHARACTERS + self.max_output_tokens * CHARACTERS_PER_TOKEN
+        return True
 
     def _check_extra(self, extra: bytes) -> bool:
         try:
@@ -160,13 +189,20 @@ class AttemptRun:
     def _end_by(self, report: Finished | Failed) -> None:
         if isinstance(report, Failed):
             self.stop(of_failure(report.code), *_words(report))
-        elif report.finish_reason in FINISH_REASONS:
+        elif report.finish_reason in FINISH_REASONS and self._all_ended(report):
             self.stop(Ending.FINISHED)
         elif report.finish_reason == "cancelled":
             # Nobody here asked for it, or the ending would stand already.
             self.stop(Ending.NODE, "engine_error", "The node stopped without being asked.")
+        elif report.finish_reason in FINISH_REASONS:
+            self.stop(Ending.NODE, "engine_error", "The node did not give as many answers as were asked for.")
         else:
             self.stop(Ending.BLANK, "engine_empty", "The engine closed without a finish reason.")
+
+    def _all_ended(self, report: Finished) -> bool:
+        """True if every answer that was asked for has its finish reason."""
+        reasons = report.finish_reasons
+        return self.choices == 1 or (len(reasons) == self.choices and FINISH_REASONS.issuperset(reasons))
 
 
 def _words(frame: Refused | Failed) -> tuple[str, str]:

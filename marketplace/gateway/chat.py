@@ -165,7 +165,8 @@ class ChatApp:
         if not chat.stream:
             return JsonOutlet(exchange.send, exchange.headers)
         settings = self._services.settings
-        writer = self._surface.writer(
+        writers = self._surface.writers(
+            chat.choices,
             completion_id=self._surface.answer_id(caller.request_id),
             created=caller.created,
             model=measured.model,
@@ -174,7 +175,7 @@ class ChatApp:
         return StreamOutlet(
             exchange.send,
             exchange.headers,
-            writer,
+            writers,
             header_wait_s=settings.header_wait_s,
             keepalive_s=settings.keepalive_s,
             slow_reader_s=settings.slow_reader_s,

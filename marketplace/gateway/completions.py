@@ -10,9 +10,10 @@ from msgspec import Meta, Struct
 
 from agent.protocol import Tokens
 from marketplace.catalog.service import PromptCount, VariantView
-from marketplace.gateway.answer import Logprobs, gather, read_extra
+from marketplace.gateway.answer import Logprobs, by_choice, gather, read_extra
 from marketplace.gateway.parse import (
     MAX_OUTPUT_TOKENS,
+    Choices,
     InvalidBody,
     LogitBias,
     ModelName,
@@ -64,7 +65,7 @@ class CompletionBody(Struct, frozen=True, forbid_unknown_fields=True):
     seed: Seed | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     logit_bias: LogitBias | None = None
-    n: int | None = None
+    n: Choices | None = None
     best_of: int | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -85,6 +86,8 @@ class CompletionRequest(Struct, frozen=True):
     """What the client asked as a bound on output; None: the model's default applies."""
     options: dict[str, Any]
     provider: ProviderBody | None = None
+    choices: int = 1
+    """Answers that are wanted: `n`."""
     uses_tools: ClassVar[bool] = False
 
     @property
@@ -99,7 +102,8 @@ class CompletionRequest(Struct, frozen=True):
 
     def engine_body(self, max_tokens: int) -> bytes:
         """The JSON that goes to the engine."""
-        return _encode({"prompt": self.prompt, "max_tokens": max_tokens, **self.options})
+        several = {"n": self.choices} if self.choices > 1 else {}
+        return _encode({"prompt": self.prompt, "max_tokens": max_tokens, **several, **self.options})
 
     async def count(self, variant: VariantView) -> PromptCount:
         """The prompt's tokens. Raises PromptTooLong (400)."""
@@ -128,6 +132,7 @@ def to_completion(body: CompletionBody) -> CompletionRequest:
         max_tokens=body.max_tokens,
         options=options,
         provider=body.provider,
+        choices=body.n or 1,
     )
 
 
@@ -136,9 +141,8 @@ def _refuse_unsupported(body: CompletionBody) -> None:
         raise InvalidBody("`echo` is not taken here: the prompt is not repeated, nor charged as output.", param="echo")
     if body.suffix is not None:
         raise InvalidBody("`suffix` is not taken here: a model goes on from the prompt only.", param="suffix")
-    for name in ("n", "best_of"):
-        if getattr(body, name) not in (None, 1):
-            raise InvalidBody(f"`{name}` must be 1: send a request for each answer that you want.", param=name)
+    if body.best_of not in (None, body.n or 1):
+        raise InvalidBody("`best_of` must be `n`: every answer that is made is given.", param="best_of")
 
 
 def _single_prompt(prompt: str | list[str | int | list[int]]) -> str:
@@ -163,27 +167,31 @@ def text_completion(
     created: int,
     model: str,
     pieces: Sequence[Tokens],
-    finish_reason: str,
+    finish_reasons: Sequence[str],
     usage: dict[str, Any],
 ) -> dict[str, Any]:
-    """A whole text completion, as an answer that is not streamed. Raises BadExtraError."""
-    texts = gather(pieces)
-    found = [read_extra(piece.extra).logprobs for piece in pieces if piece.extra]
-    logprobs, _ = legacy_logprobs([one for one in found if one is not None], 0)
-    choice = {
-        "index": 0,
-        "text": texts.reasoning + texts.visible,
-        "logprobs": logprobs,
-        "finish_reason": finish_reason,
-    }
+    """A whole text completion, as an answer that is not streamed; a finish reason a choice. Raises BadExtraError."""
     return {
         "id": completion_id,
         "object": "text_completion",
         "created": created,
         "model": model,
-        "choices": [choice],
+        "choices": [
+            _choice_object(index, own, reason)
+            for index, (own, reason) in enumerate(
+                zip(by_choice(pieces, len(finish_reasons)), finish_reasons, strict=True)
+            )
+        ],
         "usage": usage,
     }
+
+
+def _choice_object(index: int, pieces: Sequence[Tokens], finish_reason: str) -> dict[str, Any]:
+    texts = gather(pieces)
+    found = [read_extra(piece.extra).logprobs for piece in pieces if piece.extra]
+    logprobs, _ = legacy_logprobs([one for one in found if one is not None], 0)
+    text = texts.reasoning + texts.visible
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 def legacy_logprobs(found: Sequence[Logprobs], offset: int) -> tuple[dict[str, Any] | None, int]:
@@ -205,13 +213,14 @@ def legacy_logprobs(found: Sequence[Logprobs], offset: int) -> tuple[dict[str, A
 
 
 class TextWriter:
-    """Writes the chunks of one text completion; as sse.ChunkWriter does for a chat. Not shared between requests."""
+    """Writes the chunks of one choice of a text completion, as sse.ChunkWriter does for a chat. Not shared between
+    requests."""
 
     __slots__ = ("_offset", "_start", "_tail", "_usage_head")
 
-    def __init__(self, *, completion_id: str, created: int, model: str, include_usage: bool) -> None:
+    def __init__(self, *, completion_id: str, created: int, model: str, include_usage: bool, index: int = 0) -> None:
         head = stream_head(completion_id, "text_completion", created, model)
-        self._start = head + b',"choices":[{"index":0,"text":'
+        self._start = head + b',"choices":[{"index":%d,"text":' % index
         self._usage_head = head + b',"choices":[],"usage":'
         self._tail = (b"]," + b'"usage":null}\n\n') if include_usage else b"]}\n\n"
         self._offset = 0

@@ -71,7 +71,7 @@ class DemandNotes:
                     self._dropped += 1
                     continue
                 total = self._refusals[key] = RefusalSum()
-            total.add(demand.prompt_tokens, demand.max_output_tokens, bid)
+            total.add(demand.prompt_tokens, demand.all_output_tokens, bid)
 
     def conversation(self, job_id: UUID, organisation_id: UUID, messages: Iterable[Mapping[str, Any]]) -> None:
         """An admitted job belongs to the conversation that begins with these messages."""

@@ -44,8 +44,8 @@ QUIET_LEASES: Final = 1 / 3
 CLOSE_TRIES: Final = 3
 """Each of them bears the writer's own patience."""
 
-ResultOf = Callable[[Sequence[Tokens], str, TokenCounts, Priced | None], str | None]
-"""Builds the stored answer of a queued job: pieces, finish reason, counts, price."""
+ResultOf = Callable[[Sequence[Tokens], Sequence[str], TokenCounts, Priced | None], str | None]
+"""Builds the stored answer of a queued job: pieces, finish reasons of its choices, counts, price."""
 
 
 @dataclass(slots=True)
@@ -67,6 +67,8 @@ class Work:
     """On the event loop's clock."""
     all_or_nothing: bool = False
     """True: an answer that its deadline cuts is worth nothing to the renter, and costs nothing."""
+    choices: int = 1
+    """Answers that are wanted, each of `max_output_tokens` at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +78,8 @@ class Settled:
     outcome: Outcome
     code: str
     message: str
-    finish_reason: str
-    """Empty unless the engine ended in order."""
+    finish_reasons: Sequence[str]
+    """Of each choice; empty unless the engine ended in order."""
     pieces: Sequence[Tokens]
     tokens: TokenCounts
     priced: Priced | None
@@ -112,7 +114,7 @@ class Execution:
 
     async def attempt(self, offer: OfferView, attempt_id: UUID, epoch: int) -> AttemptRun:
         """Run a leased attempt to its ending. Its end is not written yet."""
-        run = AttemptRun(offer, attempt_id.bytes, epoch, self.work.max_output_tokens)
+        run = AttemptRun(offer, attempt_id.bytes, epoch, self.work.max_output_tokens, self.work.choices)
         run.lease_until = asyncio.get_running_loop().time() + self._services.settings.lease_s
         self.run = run
         if self._stopped is None:
@@ -140,6 +142,7 @@ class Execution:
             deadline_ms=max(1, int((work.deadline_at - now + DEADLINE_LEAD_S) * 1000)),
             cache_scope=self._services.cache_scope(work.organisation_id, offer.node_id),
             device_id=offer.device_id,
+            choices=work.choices,
         )
         try:
             self._services.fleet.links.open(offer, attempt_id, run)
@@ -272,13 +275,14 @@ class Execution:
             proven_prefix=services.prefixes.proven(
                 work.organisation_id, work.variant.id, run.offer.node_id, work.prompt_packed
             ),
+            choices=work.choices,
         )
         run.token_count = counted.accepted
         return Settled(
             outcome=ruling.outcome,
             code=run.code,
             message=run.message,
-            finish_reason=_finish_reason(run),
+            finish_reasons=run.finish_reasons,
             pieces=pieces,
             tokens=counted.tokens,
             priced=price_of(counted.tokens, run.offer.rates, services.settings.fee_basis_points, ruling.payer),
@@ -290,7 +294,7 @@ class Execution:
             outcome=ruling.outcome,
             code=run.code,
             message=run.message,
-            finish_reason="",
+            finish_reasons=(),
             pieces=pieces,
             tokens=TokenCounts(0, 0, 0, 0),
             priced=None,
@@ -319,7 +323,7 @@ class Execution:
                 paid_by_platform=ruling.payer is Payer.PLATFORM,
             )
             if result is not None and ruling.payer is Payer.RENTER:
-                stored = result(settled.pieces, settled.finish_reason, settled.tokens, settled.priced)
+                stored = result(settled.pieces, settled.finish_reasons, settled.tokens, settled.priced)
         return self._close(
             run,
             ruling.job_state,
@@ -422,12 +426,6 @@ class Execution:
             metrics.charged.inc(settled.priced.gross_nano)
             metrics.fees.inc(settled.priced.fee_nano)
             metrics.add_tokens(settled.tokens)
-
-
-def _finish_reason(run: AttemptRun) -> str:
-    if run.ending is Ending.FINISHED and isinstance(run.report, Finished):
-        return run.report.finish_reason
-    return ""
 
 
 def _busy_ms(report: Finished | Failed | None) -> int | None:

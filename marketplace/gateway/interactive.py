@@ -23,16 +23,16 @@ from marketplace.gateway.choice import find, served_by, served_headers
 from marketplace.gateway.execution import Execution, LeaseLost, Settled, Work
 from marketplace.gateway.failures import InsufficientBalance, KeyBudgetExceeded, NoCapacity, failure, of_lost_lease
 from marketplace.gateway.outcomes import Ending, moves_on
-from marketplace.gateway.outlets import JsonOutlet, StreamOutlet
+from marketplace.gateway.outlets import JsonOutlet, StreamOutlet, note_checks
 from marketplace.gateway.quote import Measured, find_all
-from marketplace.gateway.schemas import check_answer
+from marketplace.gateway.schemas import check_answers, put_checks
 from marketplace.gateway.services import Services
 from marketplace.gateway.surface import Surface
 from marketplace.jobs.endings import MAX_ATTEMPTS, MAX_PREEMPTIONS
 from marketplace.jobs.hot import Admit, AttemptLease, Lease
 from marketplace.jobs.states import JobState, Outcome
 from marketplace.matching.types import Demand, Filter, OfferView, Ranked, Rates, Refusal
-from marketplace.metering.pricing import Priced, affordable_output, worst_case
+from marketplace.metering.pricing import Priced
 from marketplace.metering.tokens import TokenCounts
 
 log = get_logger(__name__)
@@ -100,7 +100,8 @@ class Interactive:
         """Of prompt and answer, as they were charged."""
         self.admitted = False
         """True once a hold and a lease exist: from then on the job's own row tells how it ended."""
-        self._schema_check: dict[str, Any] | None = None
+        self._schema_checks: Sequence[dict[str, Any] | None] = ()
+        """Choice by choice, where there is a schema."""
         self._execution: Execution | None = None
         self._gone: Ending | None = None
 
@@ -218,7 +219,7 @@ class Interactive:
         )
 
     def _worst(self, offer: OfferView) -> int:
-        return worst_case(offer.rates, self._measured.prompt_tokens, self._max_output)
+        return self._measured.worst_nano(offer.rates, self._max_output)
 
     def _afford(self, refused: OfferView, available_nano: int, by_budget: bool) -> None:
         """Balance or budget do not hold this offer's worst case: another try may take a cheaper one, or, where
@@ -226,10 +227,10 @@ class Interactive:
         offers = find_all(self._services, self._demand(), self._measured.choice).offers
         if any(self._worst(offer) <= available_nano for offer in offers):
             return
-        prompt = self._measured.prompt_tokens
-        affordable = affordable_output(refused.rates, prompt, available_nano)
+        affords = self._measured.affordable_output
+        affordable = affords(refused.rates, available_nano)
         if affordable < 1:
-            affordable = max((affordable_output(offer.rates, prompt, available_nano) for offer in offers), default=0)
+            affordable = max((affords(offer.rates, available_nano) for offer in offers), default=0)
         if self._measured.client_bound or affordable < 1 or self._caller.principal.credit_account_id is None:
             raise self._short_of_balance(available_nano, by_budget)
         self._max_output = min(self._max_output, affordable)
@@ -239,15 +240,15 @@ class Interactive:
         return [offer for offer in offers if self._measured.choice.admits(offer)]
 
     def _short_of_balance(self, available_nano: int, by_budget: bool) -> InsufficientBalance:
-        prompt = self._measured.prompt_tokens
+        measured = self._measured
         offers = self._offers_now()
-        output = self._max_output if self._measured.client_bound else 1
+        output = self._max_output if measured.client_bound else 1
         kind = KeyBudgetExceeded if by_budget else InsufficientBalance
         return kind(
-            needed_nano=min((worst_case(offer.rates, prompt, output) for offer in offers), default=0),
+            needed_nano=min((measured.worst_nano(offer.rates, output) for offer in offers), default=0),
             available_nano=available_nano,
             affordable_output_tokens=min(
-                max((affordable_output(offer.rates, prompt, available_nano) for offer in offers), default=0),
+                max((measured.affordable_output(offer.rates, available_nano) for offer in offers), default=0),
                 self._max_output,
             ),
         )
@@ -288,6 +289,7 @@ class Interactive:
             prompt_packed=measured.prompt_packed,
             max_output_tokens=self._max_output,
             deadline_at=asyncio.get_running_loop().time() + self._services.settings.request_timeout_s,
+            choices=measured.choices,
         )
 
     async def _attempts_of(self, execution: Execution, placement: Placement) -> Settled:
@@ -346,7 +348,7 @@ class Interactive:
         """See whether a whole answer follows the schema that it was to follow: paid for either way, and said."""
         schema = self._measured.chat.answer_schema
         if schema is not None and run.ending is Ending.FINISHED:
-            self._schema_check = await check_answer(self._services.schemas, schema, run.pieces)
+            self._schema_checks = await check_answers(self._services.schemas, schema, run.pieces, run.choices)
 
     async def _prefill_due(self, run: AttemptRun) -> bool:
         """True if a client that left before its first token must pay the prefill that a node did for it."""
@@ -384,56 +386,59 @@ class Interactive:
     async def _show(self, settled: Settled) -> None:
         self.used_tokens = settled.tokens.input + settled.tokens.output
         if settled.outcome is Outcome.COMPLETE:
-            await self._finish(settled, settled.finish_reason)
+            await self._finish(settled, settled.finish_reasons)
         elif settled.outcome is Outcome.DEADLINE and isinstance(self._outlet, JsonOutlet):
             # What was paid for is handed over: a prefix of the answer, marked as cut.
-            await self._finish(settled, "length")
+            await self._finish(settled, self._cut)
         elif settled.outcome not in (Outcome.CANCELLED, Outcome.CANCELLED_EARLY, Outcome.SLOW_READER):
             await self._outlet.fail(failure(settled.outcome, settled.code, settled.message))
 
-    async def _finish(self, settled: Settled, reason: str) -> None:
+    @property
+    def _cut(self) -> Sequence[str]:
+        """The finish reasons of what ended before its answers did."""
+        return ("length",) * self._measured.choices
+
+    async def _finish(self, settled: Settled, reasons: Sequence[str]) -> None:
         usage = self._usage(settled.tokens, settled.priced)
         if isinstance(self._outlet, StreamOutlet):
-            if self._schema_check is not None:
-                self._outlet.note_check(self._schema_check)
-            await self._outlet.finish(reason, usage if self._measured.chat.include_usage else None, self._served_by)
+            self._outlet.note_checks(self._schema_checks)
+            await self._outlet.finish(reasons, usage if self._measured.chat.include_usage else None, self._served_by)
             return
-        await self._outlet.finish(self._whole(settled.pieces, reason, usage))
+        await self._outlet.finish(self._whole(settled.pieces, reasons, usage))
 
-    def _whole(self, pieces: Sequence[Tokens], reason: str, usage: dict[str, Any]) -> dict[str, Any]:
+    def _whole(self, pieces: Sequence[Tokens], reasons: Sequence[str], usage: dict[str, Any]) -> dict[str, Any]:
         body = self._surface.whole(
             completion_id=self._surface.answer_id(self._caller.request_id),
             created=self._caller.created,
             model=self._measured.model,
             pieces=pieces,
-            finish_reason=reason,
+            finish_reasons=reasons,
             usage=usage,
         )
-        if self._schema_check is not None:
-            body["choices"][0]["schema_check"] = self._schema_check
+        put_checks(body, self._schema_checks)
         body["provider"] = self._served_by
         return body
 
     def _kept_answer(
-        self, pieces: Sequence[Tokens], reason: str, tokens: TokenCounts, priced: Priced | None
+        self, pieces: Sequence[Tokens], reasons: Sequence[str], tokens: TokenCounts, priced: Priced | None
     ) -> str | None:
         """What a later request with the same Idempotency-Key gets: the answer as far as it was paid for, in the same
         bytes. None where nothing was delivered: then the key is free again."""
-        if not pieces and not reason:
+        if not pieces and not reasons:
             return None
         usage = self._usage(tokens, priced)
         chat = self._measured.chat
         if not chat.stream:
-            return kept.whole(self._whole(pieces, reason or "length", usage))
-        writer = self._surface.writer(
+            return kept.whole(self._whole(pieces, reasons or self._cut, usage))
+        writers = self._surface.writers(
+            chat.choices,
             completion_id=self._surface.answer_id(self._caller.request_id),
             created=self._caller.created,
             model=self._measured.model,
             include_usage=chat.include_usage,
         )
-        if self._schema_check is not None:
-            writer.note_check(self._schema_check)
-        return kept.stream(writer, pieces, reason, usage if chat.include_usage else None, self._served_by)
+        note_checks(writers, self._schema_checks)
+        return kept.stream(writers, pieces, reasons, usage if chat.include_usage else None, self._served_by)
 
     def _usage(self, tokens: TokenCounts, priced: Priced | None) -> dict[str, Any]:
         usage = usage_object(tokens, priced)

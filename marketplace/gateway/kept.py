@@ -11,7 +11,7 @@ import msgspec
 from agent.protocol import Tokens
 from marketplace.core.errors import FallowError
 from marketplace.gateway import sse
-from marketplace.gateway.outlets import STREAM_HEADERS, chunk_of
+from marketplace.gateway.outlets import STREAM_HEADERS, chunk_of, end_of
 from marketplace.gateway.surface import Writer
 from marketplace.jobs.idempotency import StoredAnswer
 
@@ -34,15 +34,16 @@ def whole(body: dict[str, Any]) -> str:
 
 
 def stream(
-    writer: Writer, pieces: Sequence[Tokens], reason: str, usage: dict[str, Any] | None, provider: dict[str, Any]
+    writers: Sequence[Writer],
+    pieces: Sequence[Tokens],
+    reasons: Sequence[str],
+    usage: dict[str, Any] | None,
+    provider: dict[str, Any],
 ) -> str:
-    """The stored form of a stream. Without a finish reason it ends with an error event, as it was cut."""
-    parts = [chunk_of(writer, piece) for piece in pieces]
-    if reason:
-        parts.append(sse.with_provider(writer.finish(reason), provider))
-        if usage is not None:
-            parts.append(writer.usage(usage))
-        parts.append(sse.DONE)
+    """The stored form of a stream. Without finish reasons it ends with an error event, as it was cut."""
+    parts = [chunk_of(writers[piece.choice], piece) for piece in pieces]
+    if reasons:
+        parts.append(end_of(writers, reasons, usage, provider))
     else:
         cut = AnswerCut("The first request with this key ended here. What was delivered is charged.")
         parts.append(sse.error_event(cut.body()))

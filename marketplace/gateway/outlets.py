@@ -94,16 +94,17 @@ class StreamOutlet:
         self,
         send: Send,
         headers: list[Header],
-        writer: Writer,
+        writers: Sequence[Writer],
         *,
         header_wait_s: float,
         keepalive_s: float,
         slow_reader_s: float,
         now: float,
     ) -> None:
+        """`writers`: one a choice."""
         self._asgi_send = send
         self.headers = headers
-        self._writer = writer
+        self._writers = writers
         self._keepalive_s = keepalive_s
         self._slow_reader_s = slow_reader_s
         self._started = False
@@ -154,16 +155,14 @@ class StreamOutlet:
             self._due = True
             run.wake()
 
-    def note_check(self, check: dict[str, Any]) -> None:
-        """What was found of the schema that the answer is to follow."""
-        self._writer.note_check(check)
+    def note_checks(self, checks: Sequence[dict[str, Any] | None]) -> None:
+        """What was found of the schema that the answer is to follow, choice by choice."""
+        note_checks(self._writers, checks)
 
-    async def finish(self, reason: str, usage: dict[str, Any] | None, provider: dict[str, Any]) -> None:
-        """Send the finish chunk, which says who served the answer, usage if it was asked for, and [DONE]."""
-        tail = sse.with_provider(self._writer.finish(reason), provider)
-        if usage is not None:
-            tail += self._writer.usage(usage)
-        await self._write(tail + sse.DONE, last=True)
+    async def finish(self, reasons: Sequence[str], usage: dict[str, Any] | None, provider: dict[str, Any]) -> None:
+        """Send the finish chunk of each choice, the last of which says who served the answer, usage if it was asked
+        for, and [DONE]."""
+        await self._write(end_of(self._writers, reasons, usage, provider), last=True)
 
     async def fail(self, error: FallowError) -> None:
         """Before the headers, an error of its own status; after them, an error event and the end of the stream."""
@@ -187,14 +186,16 @@ class StreamOutlet:
         """What is written next: how many pieces are then sent, and their chunks. Bounded, since the server takes any
         write whole before it makes the next one wait for the client."""
         position, total = self._sent, len(pieces)
-        first = chunk_of(self._writer, pieces[position])
+        writers, piece = self._writers, pieces[position]
+        first = chunk_of(writers[piece.choice], piece)
         position += 1
         if position == total:
             return position, first
         parts = [first]
         size = len(first)
         while position < total and size < MAX_WRITE_BYTES:
-            chunk = chunk_of(self._writer, pieces[position])
+            piece = pieces[position]
+            chunk = chunk_of(writers[piece.choice], piece)
             parts.append(chunk)
             size += len(chunk)
             position += 1
@@ -244,6 +245,25 @@ def _extra_chunk(writer: Writer, piece: Tokens, extra: Extra) -> bytes:
     if extra.tool_calls:
         members["tool_calls"] = extra.tool_calls
     return writer.delta(members, extra.logprobs)
+
+
+def note_checks(writers: Sequence[Writer], checks: Sequence[dict[str, Any] | None]) -> None:
+    """Let the finish chunks tell what was found of the schema; none was looked at, or none is to be told: nothing."""
+    for writer, check in zip(writers, checks, strict=False):
+        if check is not None:
+            writer.note_check(check)
+
+
+def end_of(
+    writers: Sequence[Writer], reasons: Sequence[str], usage: dict[str, Any] | None, provider: dict[str, Any]
+) -> bytes:
+    """What ends a complete stream: a finish chunk a choice, the last with who served it, usage if asked, [DONE]."""
+    tail = sse.with_provider(
+        b"".join([writer.finish(reason) for writer, reason in zip(writers, reasons, strict=True)]), provider
+    )
+    if usage is not None:
+        tail += writers[0].usage(usage)
+    return tail + sse.DONE
 
 
 def abort_connection(send: Send) -> None:

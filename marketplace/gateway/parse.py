@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Protocol, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from agent.protocol import MAX_CHOICES
 from marketplace.catalog.service import PromptCount, VariantView
 from marketplace.core.errors import BadRequest
 
@@ -36,6 +37,7 @@ StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 ModelName = Annotated[str, Meta(min_length=1, max_length=256)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopK = Annotated[int, Meta(ge=0, le=1_000_000)]
+Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Stop = StopText | Annotated[list[StopText], Meta(max_length=16)]
 LogitBias = Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1_024)]
@@ -160,7 +162,7 @@ class ChatBody(_Strict, frozen=True):
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_OUTPUT_TOKENS)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, le=MAX_OUTPUT_TOKENS)] | None = None
-    n: int | None = None
+    n: Choices | None = None
     temperature: Temperature | None = None
     top_p: Probability | None = None
     min_p: Probability | None = None
@@ -228,6 +230,11 @@ class Inference(Protocol):
         ...
 
     @property
+    def choices(self) -> int:
+        """Answers that are wanted, each within the bound on output."""
+        ...
+
+    @property
     def answer_schema(self) -> dict[str, Any] | None:
         """The JSON Schema that the answer is to follow, if one was given."""
         ...
@@ -271,6 +278,8 @@ class ChatRequest(Struct, frozen=True):
     options: dict[str, Any]
     """ENGINE_FIELDS that were given."""
     provider: ProviderBody | None = None
+    choices: int = 1
+    """Answers that are wanted: `n`."""
 
     @property
     def uses_tools(self) -> bool:
@@ -279,7 +288,8 @@ class ChatRequest(Struct, frozen=True):
 
     def engine_body(self, max_tokens: int) -> bytes:
         """The JSON that goes to the engine: allow-listed fields, and always a bound on output."""
-        return msgspec.json.encode({"messages": self.messages, "max_tokens": max_tokens, **self.options})
+        several = {"n": self.choices} if self.choices > 1 else {}
+        return msgspec.json.encode({"messages": self.messages, "max_tokens": max_tokens, **several, **self.options})
 
     @property
     def opening(self) -> list[dict[str, Any]]:
@@ -303,8 +313,6 @@ def parse_chat(body: bytes) -> ChatRequest:
 
 def to_request(body: ChatBody) -> ChatRequest:
     """Check what spans several fields, and normalise. Raises InvalidBody (400)."""
-    if body.n not in (None, 1):
-        raise InvalidBody("`n` must be 1: send a request for each answer that you want.", param="n")
     messages = plain_messages(body.messages)
     options = _options(body)
     return ChatRequest(
@@ -316,6 +324,7 @@ def to_request(body: ChatBody) -> ChatRequest:
         max_tokens=_output_bound(body),
         options=options,
         provider=body.provider,
+        choices=body.n or 1,
     )
 
 
@@ -477,6 +486,12 @@ def schema_of(engine_body: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     schema: dict[str, Any] | None = wanted["json_schema"].get("schema")
     return schema
+
+
+def choices_of(engine_body: Mapping[str, Any]) -> int:
+    """How many answers a stored body asks for."""
+    wanted: int = engine_body.get("n", 1)
+    return wanted
 
 
 def check_logit_bias(options: dict[str, Any]) -> None:

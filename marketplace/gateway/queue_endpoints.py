@@ -28,7 +28,6 @@ from marketplace.jobs.schemas import STATES, JobList, JobObject, job_list, job_o
 from marketplace.jobs.service import Accepted, Order, Shortfall
 from marketplace.jobs.sweeping import JOBS_ENDPOINT
 from marketplace.matching.types import Rates
-from marketplace.metering.pricing import worst_case
 
 log = get_logger(__name__)
 DEFAULT_DEADLINE_S: Final = 3_600
@@ -148,7 +147,7 @@ async def _accept(
     ceiling = _ceiling(services, measured, submission.max_price)
     account_id = principal.credit_account_id
     if account_id is None:
-        needed_nano = worst_case(ceiling, measured.prompt_tokens, measured.max_output_tokens)
+        needed_nano = measured.worst_nano(ceiling)
         raise InsufficientBalance(needed_nano=needed_nano, available_nano=0, affordable_output_tokens=0)
     order = Order(
         job_id=ids.new_id(),
@@ -160,6 +159,7 @@ async def _accept(
         body=measured.chat.engine_body,
         prompt_tokens=measured.prompt_tokens,
         max_output_tokens=measured.max_output_tokens,
+        choices=measured.choices,
         bound_asked=measured.client_bound,
         ceiling=ceiling,
         deadline_s=submission.deadline_s,

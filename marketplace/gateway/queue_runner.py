@@ -26,9 +26,9 @@ from marketplace.gateway.answer import usage_object
 from marketplace.gateway.execution import Execution, LeaseLost, Work
 from marketplace.gateway.outcomes import RETRYABLE, Ending
 from marketplace.gateway.outlets import WholeOutlet
-from marketplace.gateway.parse import schema_of
+from marketplace.gateway.parse import choices_of, schema_of
 from marketplace.gateway.prefixes import pack
-from marketplace.gateway.schemas import check_answer
+from marketplace.gateway.schemas import check_answers, put_checks
 from marketplace.gateway.services import Services
 from marketplace.gateway.surface import count_stored, surface_of
 from marketplace.jobs.dispatch import attempt_of, dispatch_key
@@ -149,6 +149,7 @@ class QueueRunner:
             max_output_tokens=dispatch.max_output_tokens,
             deadline_at=asyncio.get_running_loop().time() + dispatch.deadline_left_s,
             all_or_nothing=dispatch.endpoint == BATCHES_ENDPOINT,
+            choices=choices_of(body),
         )
         execution = Execution(services, work, WholeOutlet())
         current = asyncio.current_task()
@@ -180,12 +181,12 @@ class QueueRunner:
             await execution.pass_on(run, JobState.QUEUED)
             return
         schema = schema_of(body)
-        checked: dict[str, Any] | None = None
+        checked: Sequence[dict[str, Any] | None] = ()
         if schema is not None and run.ending is Ending.FINISHED:
-            checked = await check_answer(self._services.schemas, schema, run.pieces)
+            checked = await check_answers(self._services.schemas, schema, run.pieces, run.choices)
         created, model = int(time.time()), execution.work.variant.model_id
 
-        def result(pieces: Sequence[Tokens], reason: str, tokens: TokenCounts, priced: Priced | None) -> str:
+        def result(pieces: Sequence[Tokens], reasons: Sequence[str], tokens: TokenCounts, priced: Priced | None) -> str:
             surface = surface_of(body)
             answer = surface.whole(
                 completion_id=f"{surface.id_prefix}{dispatch.job_id.hex}",
@@ -193,11 +194,10 @@ class QueueRunner:
                 model=model,
                 pieces=pieces,
                 # What was paid for although it was cut is kept, and reads as cut.
-                finish_reason=reason or "length",
+                finish_reasons=reasons or ("length",) * run.choices,
                 usage=usage_object(tokens, priced),
             )
-            if checked is not None:
-                answer["choices"][0]["schema_check"] = checked
+            put_checks(answer, checked)
             return msgspec.json.encode(answer).decode()
 
         await execution.conclude(run, result=result)
@@ -206,7 +206,8 @@ class QueueRunner:
 def _runs_s(offer: OfferView, dispatch: Dispatch) -> float:
     """How long it will run, should its answer use all of its bound."""
     reads_s = dispatch.prompt_tokens / (offer.prefill_tokens_per_s or UNKNOWN_PREFILL_TOKENS_PER_S)
-    return reads_s + dispatch.max_output_tokens / (offer.decode_tokens_per_s or UNKNOWN_DECODE_TOKENS_PER_S)
+    writes = dispatch.max_output_tokens * choices_of(dispatch.body or {})
+    return reads_s + writes / (offer.decode_tokens_per_s or UNKNOWN_DECODE_TOKENS_PER_S)
 
 
 def _demand_of(dispatch: Dispatch) -> Demand:
@@ -217,6 +218,7 @@ def _demand_of(dispatch: Dispatch) -> Demand:
         ceiling=dispatch.ceiling,
         organisation_id=dispatch.organisation_id,
         service=Service.FLEX,
+        choices=choices_of(dispatch.body or {}),
     )
 
 

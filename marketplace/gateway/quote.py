@@ -51,6 +51,19 @@ class Measured:
     """The name that the answer carries."""
 
     @property
+    def choices(self) -> int:
+        """Answers that are wanted, each of `max_output_tokens` at most."""
+        return self.chat.choices
+
+    def worst_nano(self, rates: Rates, max_output_tokens: int | None = None) -> int:
+        """The most that all answers can cost at these rates, in nano-USD."""
+        return worst_case(rates, self.prompt_tokens, (max_output_tokens or self.max_output_tokens) * self.choices)
+
+    def affordable_output(self, rates: Rates, balance_nano: int) -> int:
+        """The largest bound of each answer whose worst case the balance covers; 0: not even one token each."""
+        return affordable_output(rates, self.prompt_tokens, balance_nano) // self.choices
+
+    @property
     def offers(self) -> Sequence[OfferView]:
         """What is offered of the variant now; for answers that tell of all of it, not for picking."""
         return self.list_offers()
@@ -76,6 +89,7 @@ class Measured:
             service=Service.INTERACTIVE,
             cached_tokens=cached_tokens,
             most_nano=most_nano,
+            choices=self.choices,
         )
         return demand if self.choice is ANY else self.choice.narrow(demand)
 
@@ -115,8 +129,9 @@ async def take_tokens(services: Services, principal: Principal, limits: LimitSta
     """Count the request's worst case against the key's tokens a minute, if those are limited. Raises RateLimited."""
     limit = principal.tokens_per_minute
     if limit is not None:
-        least = measured.prompt_tokens + (measured.max_output_tokens if measured.client_bound else 1)
-        await services.limiter.take_tokens(limits, limit, measured.prompt_tokens + measured.max_output_tokens, least)
+        prompt, choices = measured.prompt_tokens, measured.choices
+        least = prompt + (measured.max_output_tokens if measured.client_bound else 1) * choices
+        await services.limiter.take_tokens(limits, limit, prompt + measured.max_output_tokens * choices, least)
 
 
 def bound_output(chat: Inference, default: int, prompt_tokens: int, context: int) -> int:
@@ -163,6 +178,7 @@ def quote(measured: Measured, ranked: Ranked, purse: Purse) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "max_output_tokens": output,
         "max_output_is_default": not measured.client_bound,
+        "n": measured.choices,
         "currency": "usd",
         "rates_per_million_tokens": None,
         "cost": None,
@@ -171,16 +187,17 @@ def quote(measured: Measured, ranked: Ranked, purse: Purse) -> dict[str, Any]:
             "available": bool(ranked.offers),
             "nodes": len({offer.node_id for offer in ranked.offers}),
             "predicted_ttft_s": round(ranked.ttft_s[0], 3) if ranked.offers else None,
-            "predicted_tokens_per_s": _decode_speed(ranked, output),
+            "predicted_tokens_per_s": _decode_speed(ranked, output * measured.choices),
             "refused": ranked.refusal.sentence() if not ranked.offers else None,
         },
     }
     if fitting:
         best = fitting[0].rates
         likely, basis = _likely_output(purse, output)
-        counts = TokenCounts.of(prompt=prompt, cached=purse.cached_tokens.get(fitting[0].node_id, 0), output=likely)
+        cached = purse.cached_tokens.get(fitting[0].node_id, 0)
+        counts = TokenCounts.of(prompt=prompt, cached=cached, output=likely * measured.choices)
         answer["balance"]["affordable_output_tokens"] = min(
-            affordable_output(best, prompt, purse.available_nano), measured.context - prompt
+            measured.affordable_output(best, purse.available_nano), measured.context - prompt
         )
         answer["rates_per_million_tokens"] = {
             "input": usd(best.input),
@@ -192,7 +209,7 @@ def quote(measured: Measured, ranked: Ranked, purse: Purse) -> dict[str, Any]:
             "likely_output_tokens": likely,
             "likely_basis": basis,
             "at_least": usd(min(_least(offer.rates, prompt) for offer in fitting)),
-            "at_most": usd(max(worst_case(offer.rates, prompt, output) for offer in fitting)),
+            "at_most": usd(max(measured.worst_nano(offer.rates) for offer in fitting)),
         }
     return answer
 

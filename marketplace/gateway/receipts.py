@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from agent.protocol import Failed, Finished, Tokens
-from marketplace.gateway.answer import Texts, gather
+from marketplace.gateway.answer import Texts, by_choice, gather
 from marketplace.gateway.outcomes import Payer
 from marketplace.metering.pricing import Priced, Rates, price
 from marketplace.metering.tokens import TokenCounts, billable_cached, billable_output
@@ -39,21 +39,31 @@ async def count(
     max_output_tokens: int,
     report: Finished | Failed | None,
     proven_prefix: int,
+    choices: int = 1,
 ) -> Counted:
-    """Count delivered `pieces` by the published rules. A report's claim of cached tokens only ever lowers the price."""
-    texts = gather(pieces)
-    visible = await _recount(variant, texts.visible) + await _recount(variant, texts.called)
-    reasoning = await _recount(variant, texts.reasoning)
-    recount = visible + reasoning
-    output = billable_output(_claimed(texts, recount), recount, max_output_tokens)
+    """Count delivered `pieces` by the published rules. A report's claim of cached tokens only ever lowers the price.
+
+    `max_output_tokens` bounds each of the `choices`; the prompt is counted once for all of them."""
+    counts = [await _count_output(variant, own, max_output_tokens) for own in by_choice(pieces, choices)]
+    output = sum(output for output, _ in counts)
     reported = report.usage.cached_tokens if report is not None else None
     tokens = TokenCounts.of(
         prompt=prompt_tokens,
         cached=billable_cached(reported, proven_prefix, prompt_tokens),
         output=output,
-        reasoning=min(reasoning, output),
+        reasoning=sum(reasoning for _, reasoning in counts),
     )
     return Counted(tokens, max(accepted_tokens, output))
+
+
+async def _count_output(variant: TextCounter, pieces: Sequence[Tokens], max_output_tokens: int) -> tuple[int, int]:
+    """Billable tokens of one answer, and those of them that were reasoning."""
+    texts = gather(pieces)
+    visible = await _recount(variant, texts.visible) + await _recount(variant, texts.called)
+    reasoning = await _recount(variant, texts.reasoning)
+    recount = visible + reasoning
+    output = billable_output(_claimed(texts, recount), recount, max_output_tokens)
+    return output, min(reasoning, output)
 
 
 async def _recount(variant: TextCounter, text: str) -> int:

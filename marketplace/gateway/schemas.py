@@ -13,7 +13,7 @@ import msgspec
 
 from agent.protocol import Tokens
 from marketplace.core.logs import get_logger
-from marketplace.gateway.answer import gather
+from marketplace.gateway.answer import by_choice, gather
 from marketplace.gateway.parse import InvalidBody
 
 log = get_logger(__name__)
@@ -121,11 +121,24 @@ class SchemaChecker:
         return self._child
 
 
-async def check_answer(
+async def check_answers(
+    checker: SchemaChecker, schema: dict[str, Any], pieces: Sequence[Tokens], choices: int
+) -> list[dict[str, Any] | None]:
+    """What stands beside each of the answers that were to follow a schema; None where one calls tools instead."""
+    return [await _check_answer(checker, schema, own) for own in by_choice(pieces, choices)]
+
+
+async def _check_answer(
     checker: SchemaChecker, schema: dict[str, Any], pieces: Sequence[Tokens]
 ) -> dict[str, Any] | None:
-    """What stands beside an answer that was to follow a schema; None where it calls tools instead of answering."""
     texts = gather(pieces)
     if texts.called:
         return None
     return (await checker.check(schema, texts.visible)).shown()
+
+
+def put_checks(body: dict[str, Any], checks: Sequence[dict[str, Any] | None]) -> None:
+    """Put what was found into the choices of a whole answer; without a schema there is nothing to put."""
+    for choice, check in zip(body["choices"], checks, strict=False):
+        if check is not None:
+            choice["schema_check"] = check

@@ -17,7 +17,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from sqlalchemy.exc import SQLAlchemyError
 
-from agent.protocol import Finished, Tokens, receipt_payload
+from agent.protocol import Finished, Tokens, receipt_payload, signed_reason
 from marketplace.core.database import SessionFactory
 from marketplace.fleet.repository import find_node
 
@@ -40,9 +40,8 @@ class ReceiptSignatures:
         if key is None:
             return None
         digest = hashlib.sha256("".join([piece.text for piece in pieces]).encode()).digest()
-        payload = receipt_payload(
-            report.attempt, report.epoch, report.sequence, report.finish_reason, report.usage, digest
-        )
+        signed = signed_reason(report.finish_reason, report.finish_reasons)
+        payload = receipt_payload(report.attempt, report.epoch, report.sequence, signed, report.usage, digest)
         try:
             key.verify(report.signature, payload)
         except InvalidSignature:

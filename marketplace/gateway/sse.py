@@ -54,13 +54,13 @@ def error_event(body: dict[str, Any]) -> bytes:
 
 
 class ChunkWriter:
-    """Writes the chunks of one chat completion. Not shared between requests."""
+    """Writes the chunks of one choice of a chat completion. Not shared between requests."""
 
     __slots__ = ("_check", "_role", "_start", "_tail", "_usage_head")
 
-    def __init__(self, *, completion_id: str, created: int, model: str, include_usage: bool) -> None:
+    def __init__(self, *, completion_id: str, created: int, model: str, include_usage: bool, index: int = 0) -> None:
         head = stream_head(completion_id, "chat.completion.chunk", created, model)
-        self._start = head + b',"choices":[{"index":0,"delta":{'
+        self._start = head + b',"choices":[{"index":%d,"delta":{' % index
         self._usage_head = head + b',"choices":[],"usage":'
         # With usage asked, every other chunk says null, as OpenAI's do.
         self._tail = (b"]," + b'"usage":null}\n\n') if include_usage else b"]}\n\n"

@@ -18,7 +18,7 @@ from marketplace.jobs.sweeping import CHAT_ENDPOINT, TEXT_ENDPOINT
 
 
 class Writer(Protocol):
-    """Writes the chunks of one streamed answer."""
+    """Writes the chunks of one choice of a streamed answer."""
 
     def text(self, text: str) -> bytes: ...
 
@@ -41,9 +41,20 @@ class Surface:
     id_prefix: str
     parse: Callable[[bytes], Inference]
     writer: Callable[..., Writer]
-    """Called with completion_id, created, model, include_usage."""
+    """Called with completion_id, created, model, include_usage, index."""
     whole: Callable[..., dict[str, Any]]
-    """Called with completion_id, created, model, pieces, finish_reason, usage."""
+    """Called with completion_id, created, model, pieces, finish_reasons, usage."""
+
+    def writers(
+        self, choices: int, *, completion_id: str, created: int, model: str, include_usage: bool
+    ) -> list[Writer]:
+        """A writer for each choice of one streamed answer."""
+        return [
+            self.writer(
+                completion_id=completion_id, created=created, model=model, include_usage=include_usage, index=index
+            )
+            for index in range(choices)
+        ]
 
     def answer_id(self, request_id: str) -> str:
         """The id that the client sees in the answer."""

@@ -136,13 +136,13 @@ def _waiting(job: Waiting, free: Sequence[OfferView], now_s: float) -> line_.Wai
     """The job as the line sees it; how long it runs is a guess by the offers that are free."""
     usual = free[0]
     reads_s = job.prompt_tokens / (usual.prefill_tokens_per_s or UNKNOWN_PREFILL_TOKENS_PER_S)
-    writes_s = job.max_output_tokens / (usual.decode_tokens_per_s or UNKNOWN_DECODE_TOKENS_PER_S)
+    writes_s = job.max_output_tokens * job.choices / (usual.decode_tokens_per_s or UNKNOWN_DECODE_TOKENS_PER_S)
     return line_.Waiting(
         job_id=job.job_id,
         renter_id=job.organisation_id,
         variant_id=job.variant_id,
         prompt_tokens=job.prompt_tokens,
-        max_output_tokens=job.max_output_tokens,
+        max_output_tokens=job.max_output_tokens * job.choices,
         arrived_s=now_s - job.waited_s,
         deadline_s=now_s + job.deadline_left_s,
         runs_s=reads_s + writes_s,
@@ -206,4 +206,5 @@ def demand_of(job: Waiting, excluded_nodes: frozenset[UUID] = frozenset()) -> De
         organisation_id=job.organisation_id,
         excluded_nodes=excluded_nodes,
         service=Service.FLEX,
+        choices=job.choices,
     )

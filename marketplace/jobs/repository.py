@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from string import Template
-from typing import Any
+from typing import Any, Final
 from uuid import UUID
 
 from sqlalchemy import Row, Select, TextClause, and_, exists, func, select, text, tuple_, update
@@ -76,6 +76,8 @@ class Waiting:
     cancel_requested: bool
     waited_s: float
     deadline_left_s: float
+    choices: int = 1
+    """Answers that are wanted, each of `max_output_tokens` at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,10 @@ def _dispatches() -> Select[Any]:
         .join(Node, Node.id == Attempt.node_id)
         .where(Attempt.state == "leased")
     )
+
+
+_CHOICES: Final = func.coalesce(Job.body["n"].as_integer(), 1)
+"""How many answers a queued job asks for."""
 
 
 def _seconds_until(moment: Any) -> Any:
@@ -178,13 +184,15 @@ def _ceiling(job: Job) -> Rates:
 
 _RUNNABLE = """
     select from unnest(cast(:inputs as bigint[]), cast(:cached as bigint[]), cast(:outputs as bigint[]),
-                       cast(:contexts as bigint[])) as o(input, cached, output, context)
+                       cast(:contexts as bigint[]), cast(:choices as boolean[]))
+                  as o(input, cached, output, context, choices)
     where o.input * j.price_basis_points / 10000 <= j.max_input_nano_usd_per_mtok
       and o.cached * j.price_basis_points / 10000 <= j.max_cached_input_nano_usd_per_mtok
       and o.output * j.price_basis_points / 10000 <= j.max_output_nano_usd_per_mtok
       and o.context >= j.prompt_tokens + j.max_output_tokens
+      and (o.choices or not j.body ? 'n')
 """
-"""The offers, given as four arrays, that are within the price and the context of job `j`."""
+"""The offers, given as five arrays, that are within the price and the context of job `j`, and give as many answers."""
 
 _HEAD = """
     (select j.id, least(j.deadline_at, j.created_at + make_interval(secs => :patience_s)) as due_at from jobs j
@@ -247,6 +255,7 @@ def _arrays(offers: Sequence[OfferView]) -> dict[str, list[int]]:
         "cached": [offer.rates.cached_input for offer in offers],
         "outputs": [offer.rates.output for offer in offers],
         "contexts": [offer.context_per_slot for offer in offers],
+        "choices": [offer.gives_choices for offer in offers],
     }
 
 
@@ -280,8 +289,9 @@ def next_in_line(session: Session, variant_id: UUID, free: Sequence[OfferView], 
 
 def working(session: Session, variant_id: UUID) -> list[tuple[UUID, int, int]]:
     """By renter, what its queued jobs of a variant that run now may take: tokens of prompts, and bounds of answers."""
+    outputs = func.sum(Job.max_output_tokens * _CHOICES)
     statement = (
-        select(Job.organisation_id, func.sum(Job.prompt_tokens), func.sum(Job.max_output_tokens))
+        select(Job.organisation_id, func.sum(Job.prompt_tokens), outputs)
         .join(Attempt, Attempt.job_id == Job.id)
         .where(Attempt.state == "leased", Job.kind == "queued", Job.variant_id == variant_id)
         .group_by(Job.organisation_id)
@@ -331,6 +341,7 @@ def _waiting_columns() -> Any:
         Job.variant_id,
         Job.prompt_tokens,
         Job.max_output_tokens,
+        _CHOICES.label("choices"),
         Job.max_input_nano_usd_per_mtok,
         Job.max_cached_input_nano_usd_per_mtok,
         Job.max_output_nano_usd_per_mtok,
@@ -349,6 +360,7 @@ def _waiting(session: Session, statement: Any) -> list[Waiting]:
             variant_id=row.variant_id,
             prompt_tokens=row.prompt_tokens,
             max_output_tokens=row.max_output_tokens,
+            choices=row.choices,
             ceiling=Rates(
                 input=row.max_input_nano_usd_per_mtok,
                 cached_input=row.max_cached_input_nano_usd_per_mtok,

@@ -55,10 +55,13 @@ class Order:
     """JSON of the chat request that an engine gets, given its bound on output."""
     prompt_tokens: int
     max_output_tokens: int
+    """Of each answer."""
     bound_asked: bool
     """True: the client asked for this bound, so it is not lowered to what the balance affords."""
     ceiling: Rates
     deadline_s: float
+    choices: int = 1
+    """Answers that are wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ class Shortfall:
     needed_nano: int
     available_nano: int
     affordable_output_tokens: int
-    """What the balance would cover at this prompt and price; 0: not even one token."""
+    """What the balance would cover at this prompt and price, of each answer; 0: not even one token."""
     by_budget: bool = False
     """True if the key's budget, and not the balance, was too small."""
 
@@ -91,11 +94,11 @@ async def accept(writer: HotWriter, order: Order, *, hold_margin_s: float) -> Ac
     """
     bound = order.max_output_tokens
     for _ in range(MAX_TRIES):
-        needed_nano = worst_case(order.ceiling, order.prompt_tokens, bound)
+        needed_nano = worst_case(order.ceiling, order.prompt_tokens, bound * order.choices)
         admitted = await writer.submit(_admission(order, bound, needed_nano, hold_margin_s))
         if admitted.ok:
             return Accepted(order.job_id, bound, bound < order.max_output_tokens, needed_nano)
-        affordable = affordable_output(order.ceiling, order.prompt_tokens, admitted.available_nano)
+        affordable = affordable_output(order.ceiling, order.prompt_tokens, admitted.available_nano) // order.choices
         shortfall = Shortfall(needed_nano, admitted.available_nano, affordable, admitted.by_budget)
         if order.bound_asked or affordable < 1:
             return shortfall

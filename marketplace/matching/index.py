@@ -411,7 +411,7 @@ class FleetIndex:
         for node_id in (*demand.excluded_nodes, *resting):
             banned.update(market.by_node.get(node_id, ()))
         oldest_s = now_s - self.rules.stale_limit_s
-        strict = bool(banned) or demand.ceiling is not None or demand.most_nano is not None
+        strict = bool(banned) or demand.ceiling is not None or demand.most_nano is not None or demand.choices > 1
         return _Sieve(demand, wanted.prompt + wanted.output, oldest_s, banned, strict)
 
     def _sift(self, cell: Cell, sampled: list[Live], sieve: _Sieve) -> list[Live]:
@@ -434,6 +434,7 @@ class FleetIndex:
             and (demand.ceiling is None or offer.rates.within(demand.ceiling))
             and (demand.most_nano is None or worst_nano(offer.rates, demand) <= demand.most_nano)
             and not (offer.probation and live.busy >= self.rules.probation_slots)
+            and (demand.choices == 1 or offer.gives_choices)
         )
 
     def _order(self, market: _Market, wanted: Want) -> list[tuple[float, Cell]]:

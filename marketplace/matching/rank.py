@@ -84,6 +84,7 @@ def _checks(
         (most is not None and worst_nano(offer.rates, demand) > most, Filter.BALANCE),
         (bool(demand.regions) and offer.region not in demand.regions, Filter.REGION),
         (demand.proven_only and offer.probation, Filter.UNPROVEN),
+        (demand.choices > 1 and not offer.gives_choices, Filter.ONE_ANSWER),
         (offer.node_id in demand.excluded_nodes, Filter.EXCLUDED),
         (not offer.available, Filter.UNAVAILABLE),
         (lacks_memory(offer), Filter.MEMORY),
@@ -101,7 +102,7 @@ def could_run(offer: OfferView, demand: Demand, rules: Rules = DEFAULT_RULES) ->
 
 def worst_nano(rates: Rates, demand: Demand) -> int:
     """What the demand could cost at most at these rates, in nano-USD: what would be held."""
-    return worst_case(rates, demand.prompt_tokens, demand.max_output_tokens)
+    return worst_case(rates, demand.prompt_tokens, demand.all_output_tokens)
 
 
 def refusals(reasons: Iterable[tuple[UUID, Filter | None]]) -> Refusal:
@@ -198,7 +199,7 @@ def arrange(found: Sequence[Found], wanted: Want, rng: Random, *, limit: int, hi
         ttft_s=tuple(cost.ttft_s for cost in costs),
         refusal=Refusal(),
         tied=min(len(tied), limit),
-        end_s=tuple(cost.ttft_s + wanted.output * cost.tpot_s for cost in costs),
+        end_s=tuple(cost.ttft_s + wanted.demand.all_output_tokens * cost.tpot_s for cost in costs),
     )
 
 

@@ -75,6 +75,8 @@ class OfferView:
     """Power limit over the device's own: a capped card prefills slower and decodes as before."""
     headroom: float = 1.0
     """Memory of the device over what this variant needs of it: a large card wasted on a small model."""
+    gives_choices: bool = False
+    """Its agent gives several answers to one request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,13 @@ class Demand:
     """Until when the first token is useful; None: a second, and one more for each 4,000 tokens of prompt."""
     tpot_target_s: float | None = None
     """Mean seconds between tokens that are useful; None: 0.08."""
+    choices: int = 1
+    """Answers to the one prompt, made one after the other; `max_output_tokens` bounds each."""
+
+    @property
+    def all_output_tokens(self) -> int:
+        """The bound of all its answers together."""
+        return self.max_output_tokens * self.choices
 
     @property
     def interactive(self) -> bool:
@@ -129,6 +138,7 @@ class Filter(StrEnum):
     BALANCE = "worst case above the balance"
     MEMORY = "too little free memory to load it"
     CHOICE = "not among the providers asked for"
+    ONE_ANSWER = "gives one answer a request"
 
 
 @dataclass(frozen=True, slots=True)

@@ -289,7 +289,7 @@ def _admission(batch: Batch, item: _Ready, bound: int, means: Means) -> Admit:
         prompt_tokens=item.prompt_tokens,
         max_output_tokens=bound,
         ceiling=item.ceiling,
-        hold_nano=worst_case(item.ceiling, item.prompt_tokens, bound),
+        hold_nano=worst_case(item.ceiling, item.prompt_tokens, bound * item.request.choices),
         hold_margin_s=means.hold_margin_s,
         gateway_id=None,
         deadline_s=max(item.left_s, 1.0),
@@ -301,7 +301,7 @@ def _admission(batch: Batch, item: _Ready, bound: int, means: Means) -> Admit:
 
 def _admit_capped(session: Session, batch: Batch, item: _Ready, available_nano: int, means: Means) -> int:
     """Admit a line with a shorter answer that the balance affords, if its renter set no bound; else fail it."""
-    affordable = affordable_output(item.ceiling, item.prompt_tokens, available_nano)
+    affordable = affordable_output(item.ceiling, item.prompt_tokens, available_nano) // item.request.choices
     bound = min(item.max_output_tokens, affordable)
     if item.request.max_tokens is None and bound >= 1:
         admit = _admission(batch, item, bound, means)
