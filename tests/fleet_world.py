@@ -267,6 +267,7 @@ async def greet(
     attempts: list[protocol.RunningAttempt] | None = None,
     version: int = protocol.VERSION,
     resumes: bool = False,
+    choices: bool = False,
 ) -> None:
     """Answer the challenge."""
     message = await connection.recv()
@@ -275,9 +276,8 @@ async def greet(
     assert isinstance(challenge, protocol.Challenge)
     payload = protocol.hello_payload(challenge.nonce, str(node.node_id), challenge.gateway_id)
     signature = (key or node.key).sign(payload)
-    await connection.send(
-        protocol.encode([protocol.Hello(version, str(node.node_id), signature, "test", attempts or [], resumes)])
-    )
+    hello = protocol.Hello(version, str(node.node_id), signature, "test", attempts or [], resumes, choices)
+    await connection.send(protocol.encode([hello]))
 
 
 @contextlib.asynccontextmanager

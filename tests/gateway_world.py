@@ -152,18 +152,24 @@ class ScriptedAgent:
         with contextlib.suppress(ConnectionClosed):
             await self.connection.send(protocol.encode(list(frames)))
 
-    async def tokens(self, run: Run, words: tuple[str, ...] = WORDS, *, start: int = 0) -> None:
+    async def tokens(self, run: Run, words: tuple[str, ...] = WORDS, *, start: int = 0, choice: int = 0) -> None:
         """Pieces of an answer, one message."""
         self._texts[run.attempt] = self._texts.get(run.attempt, "") + "".join(words)
-        await self.say(*(Tokens(run.attempt, run.epoch, start + index, word) for index, word in enumerate(words)))
+        frames = [Tokens(run.attempt, run.epoch, start + at, word, choice=choice) for at, word in enumerate(words)]
+        await self.say(*frames)
 
-    async def finish(self, run: Run, sequence: int, reason: str = "stop", *, cached: int = 0) -> None:
-        """The report, signed over what `tokens` said."""
+    async def finish(
+        self, run: Run, sequence: int, reason: str = "stop", *, cached: int = 0, reasons: tuple[str, ...] = ()
+    ) -> None:
+        """The report, signed over what `tokens` said; `reasons` where there were several answers."""
         usage = UsageReport(run.prompt_tokens, cached, sequence, 0)
         digest = hashlib.sha256(self._texts.get(run.attempt, "").encode()).digest()
-        payload = protocol.receipt_payload(run.attempt, run.epoch, sequence, reason, usage, digest)
-        signature = self.node.key.sign(payload)
-        await self.say(Finished(run.attempt, run.epoch, sequence, reason, usage, 0.0, 1.0, 5.0, signature))
+        signed = protocol.signed_reason(reason, reasons)
+        signature = self.node.key.sign(
+            protocol.receipt_payload(run.attempt, run.epoch, sequence, signed, usage, digest)
+        )
+        facts = (run.attempt, run.epoch, sequence, reason, usage, 0.0, 1.0, 5.0, signature, list(reasons))
+        await self.say(Finished(*facts))
 
     async def fail(self, run: Run, sequence: int, code: str) -> None:
         await self.say(Failed(run.attempt, run.epoch, sequence, code, "as the script says", UsageReport(), 1.0))
@@ -206,11 +212,14 @@ class ScriptedAgent:
 
 
 async def answers(agent: ScriptedAgent, run: Run) -> None:
-    """The whole answer, in order."""
+    """The whole answer, in order, as often as it is wanted."""
     await agent.say(Accepted(run.attempt, run.epoch))
     words = WORDS[: run.max_output_tokens]
-    await agent.tokens(run, words)
-    await agent.finish(run, len(words), "length" if len(words) < len(WORDS) else "stop")
+    reason = "length" if len(words) < len(WORDS) else "stop"
+    for choice in range(run.choices):
+        await agent.tokens(run, words, start=choice * len(words), choice=choice)
+    reasons = (reason,) * run.choices if run.choices > 1 else ()
+    await agent.finish(run, len(words) * run.choices, reason, reasons=reasons)
 
 
 async def stalls(agent: ScriptedAgent, run: Run) -> None:
@@ -292,16 +301,24 @@ class World:
         )
 
     async def connect(
-        self, behaviour: Behaviour = answers, *, node: Enrolled | None = None, **offer: Any
+        self,
+        behaviour: Behaviour = answers,
+        *,
+        node: Enrolled | None = None,
+        choices: bool = True,
+        resumes: bool = False,
+        attempts: list[protocol.RunningAttempt] | None = None,
+        **offer: Any,
     ) -> ScriptedAgent:
-        """A node goes live with one offer."""
+        """A node goes live with one offer. What its agent can do, and still runs, is in its greeting: `choices` of more
+        than one answer, `resumes` after a break."""
         enrolled = node or await asyncio.to_thread(
             enrol_node, self.factory, owner=f"owner-{secrets.token_hex(4)}", name="box"
         )
         connection = await connect(
             self.url.replace("http", "ws") + protocol.SOCKET_PATH, compression=None, proxy=None, close_timeout=1.0
         )
-        await greet(connection, enrolled)
+        await greet(connection, enrolled, choices=choices, resumes=resumes, attempts=attempts)
         agent = ScriptedAgent(enrolled, connection, behaviour)
         self.agents.append(agent)
         report = offer_report(**{"variant_sha256": _columns["sha256"], "prefix_cache_s": 0.0, **offer})

@@ -88,6 +88,45 @@ class TestAnAnswer:
         play(tmp_path, scene)
 
 
+class TestSeveralAnswers:
+    def test_are_made_one_after_the_other_in_one_slot_and_signed_together(self, tmp_path: Path) -> None:
+        async def scene(rig: Rig) -> None:
+            assert rig.gateway.hellos[0].choices
+            await rig.gateway.send(msgspec.structs.replace(run_frame(b"a", {"say": ["Hi", "!"]}), choices=3))
+            finished = await rig.gateway.expect(Finished)
+            pieces = rig.gateway.of(Tokens)
+            assert [(piece.sequence, piece.choice, piece.text) for piece in pieces] == [
+                (2 * choice + at, choice, word) for choice in range(3) for at, word in enumerate(("Hi", "!"))
+            ]
+            assert finished.finish_reasons == ["stop"] * 3
+            assert finished.usage.completion_tokens == 6
+            digest = hashlib.sha256(b"Hi!" * 3).digest()
+            payload = protocol.receipt_payload(b"a", 1, 6, "stop stop stop", finished.usage, digest)
+            rig.key.public_key().verify(finished.signature, payload)
+            assert len(rig.gateway.of(Accepted)) == 1
+
+        play(tmp_path, scene)
+
+    def test_of_which_one_has_no_reason_are_a_failure(self, tmp_path: Path) -> None:
+        async def scene(rig: Rig) -> None:
+            await rig.gateway.send(msgspec.structs.replace(run_frame(b"a", {"say": ["x"], "end": ""}), choices=2))
+            assert (await rig.gateway.expect(Failed)).code == "engine_error"
+            assert len(rig.gateway.of(Tokens)) == 1
+
+        play(tmp_path, scene)
+
+    def test_stop_all_with_one_cancel(self, tmp_path: Path) -> None:
+        async def scene(rig: Rig) -> None:
+            script = {"say": ["x"], "then": "hang"}
+            await rig.gateway.send(msgspec.structs.replace(run_frame(b"a", script), choices=2))
+            await rig.gateway.expect(Tokens)
+            await rig.gateway.send(Cancel(b"a", 1, "client"))
+            assert (await rig.gateway.expect(Finished)).finish_reason == "cancelled"
+            assert {piece.choice for piece in rig.gateway.of(Tokens)} == {0}
+
+        play(tmp_path, scene)
+
+
 class TestRefusals:
     def test_say_why(self, tmp_path: Path) -> None:
         async def scene(rig: Rig) -> None:

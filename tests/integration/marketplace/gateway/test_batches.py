@@ -160,6 +160,32 @@ class TestABatch:
 
         asyncio.run(story())
 
+    def test_and_a_job_may_want_several_answers_which_old_agents_do_not_get(
+        self, settings: Settings, session_factory: SessionFactory
+    ) -> None:
+        renter = add_renter(session_factory)
+
+        async def story() -> None:
+            async with world(settings, session_factory) as market, working(market):
+                old = await market.connect(answers, choices=False)
+                wish = {"request": {"model": MODEL_ID, "messages": CHAT, "max_tokens": 32, "n": 2}}
+                job = (await market.call("POST", "/v1/jobs", renter, json=wish)).json
+                batch = await begin(market.client(renter), chat_line("one"), chat_line("three", n=3))
+                await until(lambda: len(old.runs) == 1)
+                new = await market.connect(answers)
+                done = await ended(market.client(renter), batch.id)
+                results = await read(market.client(renter), done.output_file_id)
+                told = {line: len(result["response"]["body"]["choices"]) for line, result in results.items()}
+                assert told == {"one": 1, "three": 3}
+                assert results["three"]["response"]["body"]["usage"]["completion_tokens"] == 3 * len(WORDS)
+                await until(lambda: market.books.outcomes() == ["complete"] * 3)
+                result = (await market.call("GET", f"/v1/jobs/{job['id']}", renter)).json["result"]
+                assert [one["message"]["content"] for one in result["choices"]] == [ANSWER] * 2
+                assert ([run.choices for run in old.runs], sorted(run.choices for run in new.runs)) == ([1], [2, 3])
+                assert market.books.broken_rules() == []
+
+        asyncio.run(story())
+
     def test_ends_with_its_key(self, settings: Settings, session_factory: SessionFactory) -> None:
         renter = add_renter(session_factory)
 

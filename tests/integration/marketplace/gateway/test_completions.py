@@ -162,8 +162,9 @@ class TestWhatIsNotTaken:
         [
             ({"echo": True}, "echo"),
             ({"suffix": "the end"}, "suffix"),
-            ({"n": 2}, "n"),
+            ({"n": 9}, "n"),
             ({"best_of": 3}, "best_of"),
+            ({"n": 2, "best_of": 3}, "best_of"),
             ({"prompt": ["a", "b"]}, "prompt"),
             ({"prompt": [1, 2, 3]}, "prompt"),
             ({"prompt": [[1, 2]]}, "prompt"),

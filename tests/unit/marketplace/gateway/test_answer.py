@@ -15,9 +15,11 @@ from marketplace.metering.tokens import TokenCounts
 ATTEMPT = b"a" * 16
 
 
-def piece(text: str = "", ids: tuple[int, ...] = (), *, reasoning: bool = False, extra: Any = None) -> Tokens:
+def piece(
+    text: str = "", ids: tuple[int, ...] = (), *, reasoning: bool = False, extra: Any = None, choice: int = 0
+) -> Tokens:
     raw = json.dumps(extra).encode() if extra is not None else b""
-    return Tokens(ATTEMPT, 1, 0, text, list(ids), reasoning, raw)
+    return Tokens(ATTEMPT, 1, 0, text, list(ids), reasoning, raw, choice)
 
 
 class TestGathering:
@@ -53,13 +55,20 @@ class TestExtras:
 
 
 class TestACompletion:
+    def test_has_a_choice_for_each_answer_also_for_an_empty_one(self) -> None:
+        pieces = [piece("a"), piece("b"), piece("c", choice=2)]
+        reasons = ["stop", "stop", "length"]
+        answer = completion(completion_id="x", created=1, model="m", pieces=pieces, finish_reasons=reasons, usage={})
+        found = [(one["index"], one["message"]["content"], one["finish_reason"]) for one in answer["choices"]]
+        assert found == [(0, "ab", "stop"), (1, "", "stop"), (2, "c", "length")]
+
     def test_merges_the_parts_of_a_tool_call(self) -> None:
         pieces = [
             piece(extra={"tool_calls": [{"index": 0, "id": "c", "function": {"name": "look", "arguments": '{"a"'}}]}),
             piece(extra={"tool_calls": [{"index": 0, "function": {"arguments": ":1}"}}]}),
         ]
         answer = completion(
-            completion_id="x", created=1, model="m", pieces=pieces, finish_reason="tool_calls", usage={}
+            completion_id="x", created=1, model="m", pieces=pieces, finish_reasons=["tool_calls"], usage={}
         )
         message = answer["choices"][0]["message"]
         assert message["content"] is None
@@ -74,7 +83,7 @@ class TestACompletion:
             created=1,
             model="m",
             pieces=[piece("a", extra={"logprobs": {"content": [token]}})] * 2,
-            finish_reason="stop",
+            finish_reasons=["stop"],
             usage={},
         )
         assert answer["choices"][0]["logprobs"] == {"content": [token, token]}

@@ -16,21 +16,21 @@ from tests.fleet_world import offer_view
 ATTEMPT = b"a" * 16
 
 
-def tell(story: Callable[[AttemptRun], Awaitable[None]], *, max_output_tokens: int = 8) -> AttemptRun:
+def tell(story: Callable[[AttemptRun], Awaitable[None]], *, max_output_tokens: int = 8, choices: int = 1) -> AttemptRun:
     async def run() -> AttemptRun:
-        attempt = AttemptRun(offer_view(), ATTEMPT, 1, max_output_tokens)
+        attempt = AttemptRun(offer_view(), ATTEMPT, 1, max_output_tokens, choices)
         await story(attempt)
         return attempt
 
     return asyncio.run(run())
 
 
-def piece(text: str = "a", *, ids: int = 0, extra: bytes = b"") -> Tokens:
-    return Tokens(ATTEMPT, 1, 0, text, [7] * ids, False, extra)
+def piece(text: str = "a", *, ids: int = 0, extra: bytes = b"", choice: int = 0) -> Tokens:
+    return Tokens(ATTEMPT, 1, 0, text, [7] * ids, False, extra, choice)
 
 
-def finished(reason: str = "stop") -> Finished:
-    return Finished(ATTEMPT, 1, 1, reason, UsageReport(), 0.0, 1.0, 2.0)
+def finished(reason: str = "stop", each: tuple[str, ...] = ()) -> Finished:
+    return Finished(ATTEMPT, 1, 1, reason, UsageReport(), 0.0, 1.0, 2.0, b"", list(each))
 
 
 class TestPieces:
@@ -74,6 +74,47 @@ class TestPieces:
 
         attempt = tell(story)
         assert (attempt.ending, attempt.pieces) == (Ending.NODE, [])
+
+
+class TestSeveralAnswers:
+    def test_come_one_after_the_other_and_each_has_its_reason(self) -> None:
+        async def story(attempt: AttemptRun) -> None:
+            for choice in (0, 0, 2):  # the second one was empty
+                attempt.on_frame(piece(choice=choice))
+            attempt.on_frame(finished("length", ("stop", "stop", "length")))
+
+        attempt = tell(story, choices=3)
+        assert (attempt.ending, attempt.token_count) == (Ending.FINISHED, 3)
+        assert attempt.finish_reasons == ("stop", "stop", "length")
+
+    def test_have_a_bound_each(self) -> None:
+        async def story(attempt: AttemptRun) -> None:
+            for choice in (0, 1):
+                for _ in range(8 + SPARE_TOKENS):
+                    attempt.on_frame(piece(choice=choice))
+            assert attempt.ending is None
+            attempt.on_frame(piece(choice=1))
+
+        attempt = tell(story, choices=2)
+        assert (attempt.ending, attempt.code) == (Ending.NODE, "engine_error")
+
+    @pytest.mark.parametrize(("order", "choices"), [((0, 1, 0), 2), ((0, 2), 2), ((0, -1), 2), ((1,), 1)])
+    def test_that_are_not_due_end_it_by_the_nodes_fault(self, order: tuple[int, ...], choices: int) -> None:
+        async def story(attempt: AttemptRun) -> None:
+            for choice in order:
+                attempt.on_frame(piece(choice=choice))
+
+        attempt = tell(story, choices=choices)
+        assert (attempt.ending, len(attempt.pieces)) == (Ending.NODE, len(order) - 1)
+
+    @pytest.mark.parametrize("each", [(), ("stop",), ("stop", "stop", "stop"), ("stop", "made_up"), ("", "stop")])
+    def test_without_a_reason_for_each_are_a_nodes_failure(self, each: tuple[str, ...]) -> None:
+        async def story(attempt: AttemptRun) -> None:
+            attempt.on_frame(piece())
+            attempt.on_frame(finished("stop", each))
+
+        attempt = tell(story, choices=2)
+        assert (attempt.ending, attempt.finish_reasons) == (Ending.NODE, ())
 
 
 class TestEndings:

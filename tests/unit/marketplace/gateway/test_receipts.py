@@ -26,8 +26,8 @@ class Letters:
         return len(text)
 
 
-def piece(text: str, ids: int = 0, *, reasoning: bool = False, extra: bytes = b"") -> Tokens:
-    return Tokens(ATTEMPT, 1, 0, text, [1] * ids, reasoning, extra)
+def piece(text: str, ids: int = 0, *, reasoning: bool = False, extra: bytes = b"", choice: int = 0) -> Tokens:
+    return Tokens(ATTEMPT, 1, 0, text, [1] * ids, reasoning, extra, choice)
 
 
 def report(cached: int | None) -> Finished:
@@ -63,6 +63,11 @@ class TestOutput:
     def test_counts_what_tools_are_called_with(self) -> None:
         extra = b'{"tool_calls":[{"index":0,"function":{"name":"look","arguments":"{}"}}]}'
         assert count([piece("", 40, extra=extra)]).tokens.output == 6
+
+    def test_of_several_answers_is_counted_and_bounded_one_by_one(self) -> None:
+        pieces = [piece("a" * 30), piece("b" * 3, choice=1), piece("c" * 9, 5, reasoning=True, choice=2)]
+        tokens = count(pieces, max_output_tokens=20, choices=3).tokens
+        assert (tokens.input, tokens.output_visible, tokens.output_reasoning) == (10, 20 + 3, 5)
 
     @given(
         st.lists(st.tuples(st.text("ab", max_size=9), st.integers(0, 9), st.booleans()), max_size=12),

@@ -10,7 +10,7 @@ from uuid import UUID, uuid4
 
 import pytest
 
-from marketplace.matching.rank import PRICE_BAND_RATIO, Rules, rank, refusal_of, with_pick
+from marketplace.matching.rank import PRICE_BAND_RATIO, Rules, rank, refusal_of, with_pick, worst_nano
 from marketplace.matching.types import Filter, OfferView, Rates, Service
 from tests.fleet_world import demand, offer_view
 
@@ -45,6 +45,19 @@ class TestFilters:
         resting = frozenset({UUID(int=14)})
         assert refusal_of(offer_view(), wanted, resting=resting) is None
         assert refusal_of(offer_view(**change), wanted, resting=resting) is reason
+
+    def test_several_answers_need_an_agent_that_gives_them(self) -> None:
+        offer = offer_view()
+        assert refusal_of(offer, demand(choices=2)) is Filter.ONE_ANSWER
+        assert refusal_of(replace(offer, gives_choices=True), demand(choices=2)) is None
+
+    def test_several_answers_need_room_for_one_at_a_time_and_money_for_all(self) -> None:
+        offer = offer_view(gives_choices=True, context_per_slot=200, rates=Rates(10**8, 10**8, 10**9))
+        wanted = demand(choices=3)
+        most = worst_nano(offer.rates, wanted)
+        assert most > worst_nano(offer.rates, demand())
+        assert refusal_of(offer, replace(wanted, most_nano=most)) is None
+        assert refusal_of(offer, replace(wanted, most_nano=most - 1)) is Filter.BALANCE
 
     def test_a_context_that_fits_exactly_is_enough(self) -> None:
         assert refusal_of(offer_view(context_per_slot=200), demand()) is None
