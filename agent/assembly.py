@@ -21,7 +21,8 @@ from agent.config import AgentConfig, ConfigError, ModelTable, check_url
 from agent.daemon import Daemon
 from agent.engines.factory import EngineConfig, make_engine
 from agent.engines.port import Engine
-from agent.records import Served
+from agent.planning import Fetch, needed_bytes
+from agent.records import LoadMode, Served
 from agent.telemetry import nvml
 from agent.telemetry.cpu import CpuSource, DeclaredPower
 from agent.telemetry.port import Source
@@ -71,6 +72,8 @@ class _Prepared:
     settings: EngineConfig
     check: Callable[[bool], None] | None
     """Raises ConfigError if the weights are not what they were; True reads them afresh."""
+    fetch: Fetch | None
+    """Has the weights here, where a plan may ask for what is not."""
 
 
 def _find_weights(model: ModelTable, hashes: HashStore, store: WeightStore) -> tuple[str, Path | None]:
@@ -81,6 +84,8 @@ def _find_weights(model: ModelTable, hashes: HashStore, store: WeightStore) -> t
     if is_url(model.weights):
         assert model.sha256 is not None
         path = store.find(model.sha256)
+        if path is None and model.load == "plan":
+            return model.sha256, store.path(model.sha256)  # fetched once a plan asks for it
         if path is None:
             raise ConfigError(f"The weights {model.sha256[:12]} are not here yet: run `fallow agent fetch`.")
         return model.sha256, path
@@ -103,9 +108,11 @@ def _prepare(
         raise ConfigError(
             f"models[{number}]: device is gpu, and no usable GPU is here; `fallow agent doctor` says why."
         )
-    check = None
-    if weights is not None and weights.is_file():
+    check = fetch = None
+    if weights is not None and not weights.is_dir():
         check = _checker(hashes, weights, variant)
+    if model.load == "plan" and model.weights is not None and is_url(model.weights):
+        fetch = Fetch(store, model.weights, variant)
     prepared = []
     for place, device_id in enumerate(devices):
         served = Served(
@@ -118,13 +125,17 @@ def _prepare(
             output_nano_usd_per_mtok=ask.output,
             model=number,
             attached=model.engine == "openai",
+            load=LoadMode(model.load),
+            engine=model.engine,
+            needed_bytes=needed_bytes(model, weights, on_gpu=device_id != "cpu"),
+            weights_bytes=weights.stat().st_size if weights is not None and weights.is_file() else 0,
         )
         try:
             settings = engine_config(model, weights, home / "run" / f"{number}-{place}", device_id)
             make_engine(settings)
         except ValueError as error:
             raise ConfigError(f"models[{number}]: {error}.") from error
-        prepared.append(_Prepared(served, settings, check))
+        prepared.append(_Prepared(served, settings, check, fetch))
     return prepared
 
 
@@ -145,12 +156,13 @@ def weight_store(home: Path, config: AgentConfig) -> WeightStore:
 async def fetch_missing(
     home: Path, config: AgentConfig, told: Callable[[int, int | None], None] | None = None
 ) -> list[Path]:
-    """Have every model's weights here that come from the network. Raises ConfigError."""
+    """Have every model's weights here that come from the network, but those of plans. Raises ConfigError."""
     store = weight_store(home, config)
-    named = [model.sha256 for model in config.models if model.sha256 is not None]
+    meant = [model for model in config.models if model.sha256 is not None and model.load != "plan"]
+    named = [model.sha256 for model in meant if model.sha256 is not None]
     return [
         await store.fetch(model.weights, model.sha256, keep=named, told=told)
-        for model in config.models
+        for model in meant
         if model.weights is not None and model.sha256 is not None and is_url(model.weights)
     ]
 
@@ -201,6 +213,7 @@ def build(home: Path, url: str | None = None) -> Daemon:
         sources=sources,
         checks={entry.served.key: entry.check for entry in prepared if entry.check is not None},
         calibrator=Calibrator(SpeedBook(home / "speeds.json")),
+        fetches={entry.served.key: entry.fetch for entry in prepared if entry.fetch is not None},
     )
 
 

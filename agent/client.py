@@ -174,6 +174,7 @@ class Client:
             attempts=self._listener.known_attempts(),
             resumes=True,
             choices=True,
+            plans=True,
         )
         await socket.send_bytes(protocol.encode([hello]))
         welcome, *early = await _receive(socket)

@@ -28,6 +28,7 @@ __all__ = [
     "Initial",
     "ModelTable",
     "OwnerTable",
+    "PlansTable",
     "PowerTable",
     "load",
     "parse",
@@ -119,6 +120,9 @@ class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpu_layers: Annotated[int, msgspec.Meta(ge=-1, le=1000)] = 0
     prefix_cache_s: Annotated[float, msgspec.Meta(ge=0, le=3_600)] = 0.0
     load_timeout_s: Annotated[float, msgspec.Meta(gt=0, le=7_200)] = 600.0
+    load: Literal["always", "start", "plan"] = "always"
+    """`always`: whenever the machine is ours, and no plan evicts it. `start`: from the start on, until a plan evicts
+    it. `plan`: only once a plan asks for it."""
     command: Annotated[str, msgspec.Meta(max_length=400)] | None = None
     """llama-server, vllm: the program, where it is not found by its name."""
     arguments: Annotated[list[str], msgspec.Meta(max_length=64)] = []
@@ -146,6 +150,8 @@ class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"{where}: the vllm engine needs a device: a GPU's UUID, or gpu for all of them.")
         if self.engine == "openai" and not self.url:
             raise ConfigError(f"{where}: the openai engine needs url, the address of a server on this machine.")
+        if self.engine == "openai" and self.load != "always":
+            raise ConfigError(f"{where}: a server of your own is loaded by you: leave load at always.")
 
 
 class WeightsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -159,6 +165,16 @@ class WeightsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How often the bytes are read again and compared."""
 
 
+class PlansTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[plans]`: whether the marketplace may say which of the models is loaded when. Only `[[models]]` are, at their
+    asks, within the owner's hours, memory and disk, and never in place of one that serves."""
+
+    accept: bool = False
+    loads_at_once: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
+    least_stay_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 600.0
+    """What was loaded stays at least so long. Nothing is loaded for hours that end sooner."""
+
+
 class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole of config.toml."""
 
@@ -168,6 +184,7 @@ class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tariff: Annotated[list[TariffTable], msgspec.Meta(max_length=64)] = []
     circuits: Annotated[list[CircuitTable], msgspec.Meta(max_length=64)] = []
     weights: WeightsTable = WeightsTable()
+    plans: PlansTable = PlansTable()
     stop_grace_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 2.0
     """How long running answers may finish when the agent is asked to stop."""
 
@@ -306,7 +323,18 @@ tariff = "drain"
 # Room for downloaded models, in GiB. Over it, what was not used for longest and is not named below is deleted.
 budget_gib = 100.0
 
+[plans]
+# Whether the marketplace may say which of your models is loaded when, by what is asked for: those below with
+# load = "start" or "plan", at your asks, within your hours, memory and disk, never in place of one that serves.
+accept = false
+# Loads at once, and how long what was loaded stays at least, in seconds.
+# loads_at_once = 1
+# least_stay_s = 600.0
+
 [[models]]
+# always: loaded whenever the machine is free for it. start: from the start on, and a plan may exchange it. plan: only
+# once a plan asks for it.
+# load = "always"
 # llama.cpp, llama-server or vllm (your own installation), or openai for a server that you run yourself on this machine
 # (vLLM, SGLang, Ollama, ...); url is where it answers.
 engine = {_string(initial.engine)}

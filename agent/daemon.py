@@ -10,11 +10,11 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import asdict
 from datetime import date, datetime
 from pathlib import Path
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import msgspec
 
@@ -30,8 +30,9 @@ from agent.earnings import Earnings
 from agent.engines.port import Done, Engine, EngineError, EngineEvent, EngineRequest, Piece
 from agent.events import Event
 from agent.lookout import Lookout
+from agent.planning import Fetch, Planning
 from agent.policy import Sold
-from agent.protocol import GatewayFrame, RunningAttempt, Telemetry, Welcome
+from agent.protocol import Evict, GatewayFrame, Load, RunningAttempt, Telemetry, Welcome
 from agent.records import EngineState, Served
 from agent.state import AgentState
 from agent.supervisor import Supervisor, log_name
@@ -65,9 +66,10 @@ class Daemon:
         sources: list[Source],
         checks: dict[str, Callable[[bool], None]] | None = None,
         calibrator: Calibrator | None = None,
+        fetches: dict[str, Fetch] | None = None,
     ) -> None:
-        """`makers` and `checks` are by engine; a check raises ConfigError for weights that changed, and reads them
-        afresh if told to."""
+        """`makers`, `checks` and `fetches` are by engine; a check raises ConfigError for weights that changed, and
+        reads them afresh if told to."""
         self._home = home
         self._identity = identity
         self._config = config
@@ -81,8 +83,12 @@ class Daemon:
         )
         self._checks = checks or {}
         self._changed_weights: dict[str, str] = {}
+        self._planning = Planning(config, self._lookout, self._state, fetches or {})
         self._supervisors = {
-            key: Supervisor(key, make, self._dispatch, self._check_of(key), calibrator) for key, make in makers.items()
+            key: Supervisor(
+                *(key, make, self._dispatch, self._check_of(key), calibrator), prepare=self._preparation(key)
+            )
+            for key, make in makers.items()
         }
         self._client = Client(identity.file.url, identity, version(), self)
         self._work: dict[bytes, asyncio.Task[events.WorkEvent]] = {}
@@ -157,6 +163,7 @@ class Daemon:
             self._look_around()
             self._dispatch(events.Tick(time.monotonic()))
             self._tell_telemetry(force=False)
+            self._tell_abilities()
             self._tell_owner()
             self._awake.hold(bool(self._state.attempts))
             if self._lookout.needs_restart and not self._state.attempts and not self._restarting:
@@ -168,12 +175,17 @@ class Daemon:
         check = self._checks.get(key)
         return None if check is None else lambda: check(False)
 
+    def _preparation(self, key: str) -> Callable[[], Coroutine[Any, Any, None]]:
+        return lambda: self._planning.prepare(key, self._supervisors)
+
     async def _check_again(self) -> None:
         """Read the weights again now and then: a byte that changed must not go on answering."""
         pause_s = self._config.weights.check_every_h * 3600
         while True:
             await asyncio.sleep(pause_s)
             for key, check in self._checks.items():
+                if not self._state.engines[key].wanted:
+                    continue  # looked at before it is loaded, if it is here at all
                 try:
                     await asyncio.to_thread(check, True)
                 except ConfigError as error:
@@ -276,13 +288,17 @@ class Daemon:
         return self._state.known_attempts()
 
     def on_connected(self, welcome: Welcome) -> None:
+        self._planning.gateway_plans = welcome.plans
         self._dispatch(events.Connected(time.monotonic()))
         self._tell_owner()
 
     def on_frames(self, frames: Sequence[GatewayFrame]) -> None:
         now = time.monotonic()
         for frame in frames:
-            self._dispatch(events.GatewaySaid(frame, now))
+            if isinstance(frame, Load | Evict):
+                self._dispatch(events.PlanCame(frame, self._planning.room(frame, self._supervisors), now))
+            else:
+                self._dispatch(events.GatewaySaid(frame, now))
 
     def on_disconnected(self, reason: str) -> None:
         log.info("disconnected reason=%r", reason)
@@ -302,6 +318,7 @@ class Daemon:
 
     def _use(self, config: AgentConfig) -> None:
         """Take up the owner's changed terms. What needs other engines waits for the next start of the agent."""
+        self._planning.config = config
         self._restart_needed = config.models != self._config.models and _engines_of(config) != _engines_of(self._config)
         asks = {}
         for engine in self._state.engines.values():
@@ -310,7 +327,19 @@ class Daemon:
                 ask = model.ask_usd_per_mtok.parse()
                 asks[engine.served.key] = (ask.input, ask.cached_input, ask.output)
         power = config.power
-        self._dispatch(events.TermsChanged(asks, power.idle_watts, power.load_watts, time.monotonic()))
+        self._dispatch(
+            events.TermsChanged(
+                *(asks, power.idle_watts, power.load_watts, time.monotonic()), accepts_plans=config.plans.accept
+            )
+        )
+
+    def _tell_abilities(self) -> None:
+        if not self._client.connected:
+            self._planning.forget()
+            return
+        abilities = self._planning.due(time.monotonic())
+        if abilities is not None:
+            self._client.send(abilities)
 
     def _tell_telemetry(self, *, force: bool) -> None:
         if not self._client.connected:
@@ -343,7 +372,10 @@ class Daemon:
         return (
             *(self._client.connected, self._client.last_error, agent.available, agent.unavailable_reason),
             *(len(agent.reports), len(agent.attempts), agent.counters.completed, agent.counters.failed),
-            *(tuple((engine.phase, engine.last_error) for engine in agent.engines.values()), str(self._lookout.held)),
+            *(
+                tuple((item.phase, item.last_error, item.why) for item in agent.engines.values()),
+                str(self._lookout.held),
+            ),
             *((report.device_id, report.state, report.reason) for report in self._lookout.devices),
             *self._problems(),
         )
@@ -463,4 +495,6 @@ def _offer_status(engine: EngineState, busy: int) -> folder.OfferStatus:
         device_id=engine.served.device_id,
         protection=facts.protection if facts else "",
         decode_tokens_per_s=engine.decode_tokens_per_s,
+        wanted=engine.wanted,
+        why=engine.why,
     )

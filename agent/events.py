@@ -9,7 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from agent.engines.port import EngineFacts, Piece, Usage
-from agent.protocol import Accepted, Failed, Finished, GatewayFrame, Inventory, Refused, Tokens, UsageReport
+from agent.plans import Room
+from agent.protocol import (
+    Accepted,
+    Evict,
+    Failed,
+    Finished,
+    GatewayFrame,
+    Inventory,
+    Load,
+    PlanAnswer,
+    Refused,
+    Tokens,
+    UsageReport,
+)
 from agent.records import Served
 
 
@@ -138,6 +151,16 @@ class TermsChanged:
     idle_watts: float | None
     load_watts: float | None
     now: float
+    accepts_plans: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCame:
+    """The gateway advises, and what the shell found out about it."""
+
+    frame: Load | Evict
+    room: Room
+    now: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +180,8 @@ class Tick:
 
 WorkEvent = WorkBegan | PieceCame | WorkEnded | WorkBroke | WorkStopped
 EngineEvent = EngineReady | EngineFailed | IdleVerified
-Event = Connected | Disconnected | GatewaySaid | WorkEvent | EngineEvent | OwnerChanged | TermsChanged | Stopping | Tick
+OwnerEvent = OwnerChanged | TermsChanged | PlanCame | Stopping
+Event = Connected | Disconnected | GatewaySaid | WorkEvent | EngineEvent | OwnerEvent | Tick
 
 
 # --- instructions -----------------------------------------------------------------------------------------------------
@@ -167,7 +191,7 @@ Event = Connected | Disconnected | GatewaySaid | WorkEvent | EngineEvent | Owner
 class Send:
     """Put the frame on the socket; without one, drop it."""
 
-    frame: Accepted | Refused | Tokens | Finished | Failed | Inventory
+    frame: Accepted | Refused | Tokens | Finished | Failed | Inventory | PlanAnswer
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,10 @@ class OfferStatus(msgspec.Struct, frozen=True):
     protection: str = ""
     """What keeps the engine from the owner's files and the network."""
     decode_tokens_per_s: float | None = None
+    wanted: bool = True
+    """False: it waits for a plan."""
+    why: str = ""
+    """What the plan said that had it loaded, or evicted."""
 
 
 class HoldStatus(msgspec.Struct, frozen=True):
@@ -197,6 +201,8 @@ def standing(status: Status) -> tuple[bool, str]:
     if not status.available:
         return False, status.unavailable_reason
     if status.offers and all(offer.phase != "ready" for offer in status.offers):
+        if not any(offer.wanted for offer in status.offers):
+            return False, "its models wait for a plan to ask for them"
         starting = any(offer.phase == "starting" for offer in status.offers)
         return False, "its engine is starting" if starting else "no engine of it is ready"
     return True, ""

@@ -86,6 +86,11 @@ class Lookout:
         """True if a driver's library is stuck in this process."""
         return any(source.needs_restart for source in self._sources)
 
+    @property
+    def policy(self) -> Policy:
+        """The owner's terms in force."""
+        return self._policy
+
     def listen(self, callback: Callable[[], None]) -> None:
         """Have `callback` called, from any thread, when somebody came to a card or left it."""
         for source in self._sources:

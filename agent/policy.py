@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from decimal import ROUND_CEILING, Decimal
 from typing import Final
 
@@ -28,6 +28,9 @@ SHED_EVERY_S: Final = 5.0
 DRAIN_S: Final = 600.0
 """How long `fallow agent drain` waits for what runs."""
 MACHINE: Final = ""
+HOURS_AHEAD: Final = timedelta(hours=12)
+HOURS_STEP: Final = timedelta(minutes=5)
+"""How far, and how finely, the owner's hours are looked at in advance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,16 @@ class Policy:
             if window.holds(local):
                 return price
         return usd(self._terms.power.usd_per_kwh)
+
+    def stays_s(self, local: datetime) -> float | None:
+        """For how long the owner's hours still leave the machine, to HOURS_STEP; None: not less than HOURS_AHEAD."""
+        ahead = timedelta()
+        while ahead < HOURS_AHEAD:
+            then = local + ahead
+            if (self._hours and not inside(self._hours, then)) or inside(self._quiet, then):
+                return ahead.total_seconds()
+            ahead += HOURS_STEP
+        return None
 
     # --- rules ------------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,9 @@ MAX_CHOICES: Final = 8
 HEARTBEAT_S: Final = 10.0
 """Telemetry goes on change, and at least this often; the gateway drops an agent silent for three of these."""
 
+ABILITIES_S: Final = 60.0
+"""What could run on a node is told at least this often; what is much older is not planned with."""
+
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Root of all frames. Arrays on the wire: fields are only ever appended, with a default."""
@@ -57,6 +60,8 @@ class Hello(Frame, frozen=True, array_like=True, tag="hello"):
     """The agent understands Resume."""
     choices: bool = False
     """The agent understands Run.choices."""
+    plans: bool = False
+    """The agent understands Load and Evict."""
 
 
 class RunningAttempt(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -70,6 +75,8 @@ class Welcome(Frame, frozen=True, array_like=True, tag="welcome"):
     node_id: str
     gateway_id: str
     server_time_ms: int
+    plans: bool = False
+    """The gateway understands Abilities and PlanAnswer."""
 
 
 class Goodbye(Frame, frozen=True, array_like=True, tag="goodbye"):
@@ -159,6 +166,94 @@ class Inventory(Frame, frozen=True, array_like=True, tag="inventory"):
     offers: list[OfferReport]
     declared_idle_watts: float | None = None
     declared_load_watts: float | None = None
+
+
+# --- what it could have -------------------------------------------------------------------------------------------
+
+
+class RunnableReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One variant that the owner allows on one device, loaded or not, at the owner's ask."""
+
+    variant_sha256: str
+    device_id: str
+    loaded: bool
+    """Wanted in memory now: it serves, or its weights are being read."""
+    pinned: bool
+    """No plan may evict it."""
+    here: bool
+    """Its weights lie on this machine; else they must be fetched first."""
+    slots: int
+    context_per_slot: int
+    input_nano_usd_per_mtok: int
+    cached_input_nano_usd_per_mtok: int
+    output_nano_usd_per_mtok: int
+    engine: str
+    simulated: bool
+    needed_bytes: int | None = None
+    """Of its device, while it is loaded; None: not known here."""
+    decode_tokens_per_s: float | None = None
+    """Of one request, as it was measured here."""
+
+
+class DeviceTerms(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One device as far as a plan must know its owner's terms."""
+
+    device_id: str
+    memory_bytes: int | None
+    """That engines may use in all, what the owner keeps left out; None: it does not say."""
+    offered_s: float | None = None
+    """For how long the owner's hours still leave it; 0: it is held now; None: they set no end."""
+    nano_usd_per_kwh: int | None = None
+    """What power costs now."""
+    circuit: str = ""
+    """Devices of one circuit share a fuse; empty: its own."""
+    circuit_watts: float | None = None
+    """What the circuit may carry beside what else hangs on it."""
+    idle_watts: float | None = None
+    load_watts: float | None = None
+
+
+class Abilities(Frame, frozen=True, array_like=True, tag="abilities"):
+    """Agent -> gateway, where Welcome says `plans`: what could run here. Complete; on change, and at least every
+    ABILITIES_S."""
+
+    accepts: bool
+    """The owner lets plans load and evict."""
+    runnable: list[RunnableReport]
+    devices: list[DeviceTerms]
+
+
+class Load(Frame, frozen=True, array_like=True, tag="load"):
+    """Gateway -> agent, where Hello says `plans`: advice to load this variant. Answered with PlanAnswer."""
+
+    step: int
+    variant_sha256: str
+    device_id: str
+    reason: str
+    """A sentence for the owner."""
+    weights_bytes: int = 0
+    """Size of the file, should it have to be fetched. 0: not known."""
+    needed_bytes: int | None = None
+    """What it takes of the device, by the catalogue; for an agent that cannot tell."""
+
+
+class Evict(Frame, frozen=True, array_like=True, tag="evict"):
+    """Gateway -> agent, where Hello says `plans`: advice to free this variant's memory. Answered with PlanAnswer."""
+
+    step: int
+    variant_sha256: str
+    device_id: str
+    reason: str
+
+
+class PlanAnswer(Frame, frozen=True, array_like=True, tag="plan_answer"):
+    """Agent -> gateway: what becomes of a Load or an Evict. The next inventory shows what was done."""
+
+    step: int
+    accepted: bool
+    code: str = ""
+    """One of PLAN_REFUSALS."""
+    message: str = ""
 
 
 # --- work ---------------------------------------------------------------------------------------------------------
@@ -313,6 +408,18 @@ REFUSALS: Final = frozenset(
     }
 )
 
+PLAN_REFUSALS: Final = frozenset(
+    {
+        "not_allowed",  # the owner takes no plans, does not list the variant, or pinned it
+        "owner_active",  # the owner has the machine, or will soon
+        "serving",  # answers are being made
+        "resident",  # it came too recently
+        "busy",  # enough is being loaded at once
+        "memory",
+        "disk",
+    }
+)
+
 FAILURES: Final = {
     # code: whose fault. "node" costs reputation, the others never do.
     "engine_died": "node",
@@ -326,8 +433,10 @@ FAILURES: Final = {
     "lease_expired": "platform",
 }
 
-AgentFrame = Hello | Goodbye | Telemetry | Inventory | Accepted | Refused | Tokens | Finished | Failed
-GatewayFrame = Challenge | Welcome | Goodbye | Run | Renew | Resume | Cancel | ReportAck | Void
+AgentFrame = (
+    Hello | Goodbye | Telemetry | Inventory | Abilities | PlanAnswer | Accepted | Refused | Tokens | Finished | Failed
+)
+GatewayFrame = Challenge | Welcome | Goodbye | Load | Evict | Run | Renew | Resume | Cancel | ReportAck | Void
 
 _encoder = msgspec.msgpack.Encoder()
 _agent_decoder = msgspec.msgpack.Decoder(list[AgentFrame])

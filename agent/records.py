@@ -13,6 +13,17 @@ from agent.protocol import Failed, Finished, Run, Tokens
 RESEND_FIRST_S: Final = 5.0
 
 
+class LoadMode(StrEnum):
+    """When an engine is loaded, as the owner says."""
+
+    ALWAYS = "always"
+    """Whenever the machine is ours; no plan evicts it."""
+    START = "start"
+    """From the start on, until a plan evicts it."""
+    PLAN = "plan"
+    """Once a plan asks for it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     """A variant that this node is set up to serve, at the owner's ask."""
@@ -29,16 +40,27 @@ class Served:
     """Its place among the models of the configuration."""
     attached: bool = False
     """True if the owner's own server is what is sold."""
+    load: LoadMode = LoadMode.ALWAYS
+    engine: str = "llama.cpp"
+    needed_bytes: int | None = None
+    """Of its device, while it is loaded; None: not known, as where its weights are not here yet."""
+    weights_bytes: int = 0
+    """Of those, what the system can take back from a processor's engine at any time: its file's pages."""
 
     @property
     def key(self) -> str:
-        """Names the engine: a variant has one replica a device, and on the processor there is no more to say."""
-        return self.variant if self.device_id == "cpu" else f"{self.variant}@{self.device_id}"
+        """Names the engine."""
+        return engine_key(self.variant, self.device_id)
 
     @property
     def scopes(self) -> tuple[str, str, str]:
         """What a hold may be about to concern this engine."""
         return "", self.device_id, self.variant
+
+
+def engine_key(variant: str, device_id: str) -> str:
+    """A variant has one replica a device, and on the processor there is no more to say."""
+    return variant if device_id == "cpu" else f"{variant}@{device_id}"
 
 
 class EnginePhase(StrEnum):
@@ -90,6 +112,8 @@ class StopCause(StrEnum):
     LEASE_EXPIRED = "lease_expired"
     OWNER_PREEMPTED = "owner_preempted"
     AGENT_STOPPING = "agent_stopping"
+    PLANNED = "planned"
+    """A plan, or the owner's word against plans, frees its memory. Nothing runs in it then."""
     DEVICE_LOST = "engine_died"
     """The card under the engine failed."""
 
@@ -98,6 +122,7 @@ STOP_MESSAGES: Final = {
     StopCause.LEASE_EXPIRED: "the lease ran out, or the connection that carried it was lost",
     StopCause.OWNER_PREEMPTED: "the owner took the machine back",
     StopCause.AGENT_STOPPING: "the agent is stopping",
+    StopCause.PLANNED: "its memory is freed for another model",
     StopCause.DEVICE_LOST: "the device failed",
 }
 
@@ -142,6 +167,10 @@ class EngineState:
     prefill_tokens_per_s: float | None = None
     decode_tokens_per_s: float | None = None
     told_speeds: tuple[float | None, float | None] = (None, None)
+    wanted: bool = True
+    """False: it waits for a plan to ask for it."""
+    why: str = ""
+    """What the plan said that had it loaded or evicted."""
 
     def move(self, wanted: EnginePhase) -> None:
         """Raises ImpossibleTransition unless the table allows it."""
@@ -211,4 +240,6 @@ class Counters:
     failed: int = 0
     pieces: int = 0
     engine_restarts: int = 0
+    plans_followed: int = 0
+    plans_refused: int = 0
     reports_dropped: int = 0

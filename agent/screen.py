@@ -37,6 +37,8 @@ def status_lines(found: Status) -> list[str]:
             f"  {offer.variant_sha256[:12]} on {offer.device_id}  {label} {offer.phase}, {offer.busy} of {offer.slots} "
             f"slots busy, {offer.context_per_slot} tokens each{speed}{error}"
         )
+        if offer.why or not offer.wanted:
+            lines.append(f"    plan: {offer.why or 'not asked for yet'}")
         if offer.phase == "ready" and not offer.simulated:
             lines.append(f"    enclosed: {offer.protection or 'no, it runs with the rights of the agent'}")
     lines.append(

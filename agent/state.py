@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from agent import plans
 from agent.engines.port import Piece, Usage
 from agent.events import (
     Connected,
@@ -31,6 +32,7 @@ from agent.events import (
     Instruction,
     OwnerChanged,
     PieceCame,
+    PlanCame,
     Send,
     SendTelemetry,
     StartEngine,
@@ -54,7 +56,9 @@ from agent.protocol import (
     Failed,
     Finished,
     Inventory,
+    Load,
     OfferReport,
+    PlanAnswer,
     Refused,
     Renew,
     ReportAck,
@@ -76,9 +80,11 @@ from agent.records import (
     EnginePhase,
     EngineState,
     Hold,
+    LoadMode,
     PendingReport,
     Served,
     StopCause,
+    engine_key,
 )
 
 MAX_REPORTS: Final = 4_096
@@ -116,7 +122,7 @@ class AgentState:
         declared_idle_watts: float | None = None,
         declared_load_watts: float | None = None,
     ) -> None:
-        self.engines = {item.key: EngineState(item) for item in served}
+        self.engines = {item.key: EngineState(item, wanted=item.load is not LoadMode.PLAN) for item in served}
         if len(self.engines) != len(served):
             raise ValueError("two models of the configuration have the same weights on the same device")
         self.attempts: dict[bytes, AttemptState] = {}
@@ -146,6 +152,7 @@ class AgentState:
             IdleVerified: self._idle_verified,
             OwnerChanged: self._owner_changed,
             TermsChanged: self._terms_changed,
+            PlanCame: self._plan_came,
             Connected: self._on_connected,
             Disconnected: self._on_disconnected,
             Stopping: self._on_stopping,
@@ -206,7 +213,7 @@ class AgentState:
             offers=[
                 _offer(engine)
                 for engine in self.engines.values()
-                if engine.phase is EnginePhase.READY and not self._held_apart(engine)
+                if engine.phase is EnginePhase.READY and engine.wanted and not self._held_apart(engine)
             ],
             declared_idle_watts=self._watts[0],
             declared_load_watts=self._watts[1],
@@ -312,7 +319,11 @@ class AgentState:
             for engine in self.engines.values()
             if engine.served.variant == frame.variant_sha256 and frame.device_id in ("", engine.served.device_id)
         ]
-        ready = [engine for engine in replicas if engine.phase is EnginePhase.READY and self.held(engine) is None]
+        ready = [
+            engine
+            for engine in replicas
+            if engine.phase is EnginePhase.READY and engine.wanted and self.held(engine) is None
+        ]
         if not ready:
             hold = next((hold for engine in replicas if (hold := self.held(engine)) is not None), None)
             if hold is not None and hold.cause is not StopCause.DEVICE_LOST:
@@ -629,6 +640,8 @@ class AgentState:
         engine.failures = min(engine.failures + 1, 16)
         engine.last_error = message[:MAX_MESSAGE_CHARS]
         self.counters.engine_restarts += 1
+        if engine.served.load is LoadMode.PLAN and engine.failures >= plans.TRIES:
+            engine.wanted = False  # it was advice, and does not work here
         self._let_go(engine, now, "engine_died", message)
 
     def _engine_off(self, engine: EngineState, cause: StopCause, now: float, *, at_once: bool) -> None:
@@ -703,7 +716,42 @@ class AgentState:
                     output_nano_usd_per_mtok=output,
                 )
         self._watts = (event.idle_watts, event.load_watts)
+        if not event.accepts_plans:
+            for engine in self.engines.values():
+                engine.wanted, engine.why = engine.served.load is not LoadMode.PLAN, ""
         self._tell_inventory()
+
+    def _plan_came(self, event: PlanCame) -> None:
+        frame = event.frame
+        engine = self.engines.get(engine_key(frame.variant_sha256, frame.device_id))
+        refused = plans.refusal(frame, engine, event.room, self._standing_of(engine), event.now)
+        self._out.append(Send(PlanAnswer(frame.step, refused is None, *(refused or ("", "")))))
+        if refused is not None or engine is None:
+            self.counters.plans_refused += 1
+            return
+        self.counters.plans_followed += 1
+        engine.why = frame.reason[:MAX_MESSAGE_CHARS]
+        if isinstance(frame, Load):
+            if not engine.wanted:
+                engine.wanted, engine.failures, engine.retry_at = True, 0, event.now
+            self._start_wanted_engines(event.now)
+        else:
+            engine.wanted = False
+            self._drop_unwanted(event.now)
+
+    def _standing_of(self, engine: EngineState | None) -> plans.Standing:
+        hold = self.held(engine) if engine is not None else None
+        return plans.Standing(
+            held=self.unavailable_reason or (hold.reason if hold is not None else ""),
+            busy=0 if engine is None else self.busy(engine.served.key),
+            loading=sum(1 for other in self.engines.values() if other.phase is EnginePhase.STARTING),
+        )
+
+    def _drop_unwanted(self, now: float) -> None:
+        """Free the memory of engines that no plan wants any more, once nothing runs in them."""
+        for engine in self.engines.values():
+            if not engine.wanted and engine.phase is not EnginePhase.OFF and not self.busy(engine.served.key):
+                self._engine_off(engine, StopCause.PLANNED, now, at_once=False)
 
     def _on_stopping(self, event: Stopping) -> None:
         grace_s = 0.0 if self.draining else event.grace_s
@@ -729,7 +777,7 @@ class AgentState:
         if not self.available:
             return
         for engine in self.engines.values():
-            if self.held(engine) is not None:
+            if not engine.wanted or self.held(engine) is not None:
                 continue
             resting = engine.phase is EnginePhase.RESTING and now >= engine.retry_at
             if engine.phase is EnginePhase.OFF or resting:
@@ -743,6 +791,7 @@ class AgentState:
             elif now >= attempt.lease_until or (attempt.away_until is not None and now >= attempt.away_until):
                 self._stop(attempt_id, StopCause.LEASE_EXPIRED)
         self._yield_if_due(now)
+        self._drop_unwanted(now)
         self._start_wanted_engines(now)
         for report in self.reports.values():
             if now >= report.pieces_until:

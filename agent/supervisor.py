@@ -44,14 +44,17 @@ class Supervisor:
         dispatch: Callable[[EngineEvent], None],
         check: Callable[[], None] | None = None,
         calibrator: Calibrator | None = None,
+        *,
+        prepare: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
-        """`check` looks at the weights before each start, in a thread; it raises ConfigError. `calibrator` measures an
-        engine that is new here before it is offered."""
+        """`prepare` makes room and has the weights here before each start, `check` then looks at them, in a thread;
+        both raise ConfigError. `calibrator` measures an engine that is new here before it is offered."""
         self._key = key
         self._name = log_name(key)
         self._make = make
         self._check = check
         self._calibrator = calibrator
+        self._prepare = prepare
         self._dispatch = dispatch
         self._wanted: int | None = None
         self._at_once = False
@@ -99,6 +102,10 @@ class Supervisor:
     async def _serve(self, generation: int) -> None:
         engine: Engine | None = None
         try:
+            if self._prepare is not None:
+                await self._unless_unwanted(self._prepare(), generation)
+                if self._wanted != generation:
+                    return
             if self._check is not None:
                 await asyncio.to_thread(self._check)
             engine = self._make()

@@ -230,6 +230,10 @@ class WeightStore:
         _used(path).touch()
         return path
 
+    def room_bytes(self, keep: Collection[str]) -> int:
+        """What the budget leaves for one more file, once everything but `keep` was evicted."""
+        return self._budget_bytes - sum(_size(self.path(sha256)) for sha256 in set(keep))
+
     def _make_room(self, wanted_bytes: int, keep: set[str]) -> None:
         """Evict what was not used for longest until `wanted_bytes` more fit the budget. Raises ConfigError."""
         kept = {self.path(sha256) for sha256 in keep}

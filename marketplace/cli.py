@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "credit": ("marketplace.billing.cli", "a renter's credit"),
     "node": ("marketplace.fleet.cli", "enrolment tokens and nodes"),
     "standing": ("marketplace.jobs.cli", "standing of nodes: reasons, appeals, amnesties"),
+    "plan": ("marketplace.jobs.plan_cli", "what nodes were advised to load, and why"),
     "catalog": ("marketplace.catalog.cli", "models and variants"),
     "finance": ("marketplace.finance.cli", "statements, bills, trial balance, checks"),
     "simulate": ("marketplace.matching.simulate.cli", "replay demand against a fleet; what would my card have earned"),
@@ -34,7 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 """Subcommand: (module[:app], what it is for). The app is a typer application; its name is `app` unless given."""
 
-ON_LOCAL_STACK = frozenset({"org", "key", "credit", "node", "catalog", "finance", "standing"})
+ON_LOCAL_STACK = frozenset({"org", "key", "credit", "node", "catalog", "finance", "standing", "plan"})
 """Without DATABASE_URL these talk to the database of a running `fallow up`."""
 
 

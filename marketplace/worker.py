@@ -27,6 +27,7 @@ SCHEDULE_S: Final = {
     "jobs.forget": 60.0,
     "jobs.review_standing": 60.0,
     "jobs.erase": 60.0,
+    "jobs.plan": 120.0,
     "billing.settle": 1.0,
     "billing.seal": 1.0,
     "billing.check": 300.0,

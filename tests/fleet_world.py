@@ -268,6 +268,7 @@ async def greet(
     version: int = protocol.VERSION,
     resumes: bool = False,
     choices: bool = False,
+    plans: bool = False,
 ) -> None:
     """Answer the challenge."""
     message = await connection.recv()
@@ -276,7 +277,7 @@ async def greet(
     assert isinstance(challenge, protocol.Challenge)
     payload = protocol.hello_payload(challenge.nonce, str(node.node_id), challenge.gateway_id)
     signature = (key or node.key).sign(payload)
-    hello = protocol.Hello(version, str(node.node_id), signature, "test", attempts or [], resumes, choices)
+    hello = protocol.Hello(version, str(node.node_id), signature, "test", attempts or [], resumes, choices, plans)
     await connection.send(protocol.encode([hello]))
 
 

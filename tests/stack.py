@@ -292,10 +292,12 @@ class Stack:
         ask: Mapping[str, str] = ASK,
         keys: Mapping[str, Any] | None = None,
         simulation: Mapping[str, Any] | None = None,
+        edit: Callable[[str], str] = str,
     ) -> Node:
         """An enrolled agent that runs, of an organisation of its own. It may take a moment until it offers.
 
-        `keys` replace keys of its model's table (None: leaves one out); `simulation` says how its engine behaves.
+        `keys` replace keys of its model's table (None: leaves one out); `simulation` says how its engine behaves;
+        `edit` changes the whole text of its config.toml at last.
         """
         folder = self.folder / name
         wire = self.wire_to(gateway) if through_wire else None
@@ -309,7 +311,9 @@ class Stack:
         )
         if engine == "simulated":
             simulation = {**PACE, "seed": seed, **(simulation or {})}
-        _configure(folder / "config.toml", keys or {}, simulation or {})
+        config = folder / "config.toml"
+        _configure(config, keys or {}, simulation or {})
+        config.write_text(edit(config.read_text()))
         node = Node(name, folder, UUID(enrolled.node_id), gateway, model, seed, wire)
         self.nodes[name] = node
         self._spawn(name, "agent", "run", "--dir", str(folder), ready=lambda: self.offers_of(node) > 0)

@@ -78,7 +78,7 @@ def check_inventory(
     claims: dict[tuple[UUID, str], Claim] = {}
     refused: list[RefusedClaim] = []
     for report in inventory.offers[:MAX_OFFERS]:
-        reason = _fault(report, allow_simulated=allow_simulated)
+        reason = fault(report, allow_simulated=allow_simulated)
         variant = find_variant(report.variant_sha256) if reason is None else None
         if reason is None and variant is None:
             reason = "the catalogue does not know these weights"
@@ -106,17 +106,18 @@ def _claim(report: OfferReport, variant_id: UUID) -> Claim:
         engine_version=report.engine_version,
         simulated=report.simulated,
         warm=report.warm,
-        prefix_cache_s=_within(report.prefix_cache_s, MAX_PREFIX_CACHE_S) or 0.0,
-        prefill_tokens_per_s=_speed(report.prefill_tokens_per_s),
-        decode_tokens_per_s=_speed(report.decode_tokens_per_s),
+        prefix_cache_s=within(report.prefix_cache_s, MAX_PREFIX_CACHE_S) or 0.0,
+        prefill_tokens_per_s=speed(report.prefill_tokens_per_s),
+        decode_tokens_per_s=speed(report.decode_tokens_per_s),
     )
 
 
-def _fault(report: OfferReport, *, allow_simulated: bool) -> str | None:
+def fault(report: OfferReport, *, allow_simulated: bool) -> str | None:
+    """Why this may not be offered; None if it may."""
     texts = (report.variant_sha256, report.device_id, report.engine, report.engine_version)
     rates = (report.input_nano_usd_per_mtok, report.cached_input_nano_usd_per_mtok, report.output_nano_usd_per_mtok)
     checks = (
-        (any(not _plain(text) for text in texts), "a name is too long or has control characters"),
+        (any(not plain(text) for text in texts), "a name is too long or has control characters"),
         (not report.device_id, "no device"),
         (not 1 <= report.slots <= MAX_SLOTS, "slots out of range"),
         (not 1 <= report.context_per_slot <= MAX_CONTEXT, "context out of range"),
@@ -131,31 +132,31 @@ def check_devices(reports: list[DeviceReport]) -> list[DeviceReport]:
     """Telemetry with impossible figures made unknown, nameless and surplus devices dropped."""
     out: dict[str, DeviceReport] = {}
     for report in reports[:MAX_DEVICES]:
-        if report.device_id and _plain(report.device_id) and report.kind in ("gpu", "cpu"):
+        if report.device_id and plain(report.device_id) and report.kind in ("gpu", "cpu"):
             out.setdefault(report.device_id, _clean(report))
     return list(out.values())
 
 
 def _clean(report: DeviceReport) -> DeviceReport:
-    total = _int_within(report.memory_total_bytes, MAX_BYTES)
-    used = _int_within(report.memory_used_bytes, MAX_BYTES)
-    power = _int_within(report.power_mw, MAX_POWER_MW)
+    total = int_within(report.memory_total_bytes, MAX_BYTES)
+    used = int_within(report.memory_used_bytes, MAX_BYTES)
+    power = int_within(report.power_mw, MAX_POWER_MW)
     known_source = report.power_source in ("nvml", "declared") and power is not None
     return DeviceReport(
         device_id=report.device_id,
-        name=report.name[:MAX_CHARS] if _plain(report.name[:MAX_CHARS]) else "",
+        name=report.name[:MAX_CHARS] if plain(report.name[:MAX_CHARS]) else "",
         kind=report.kind,
         memory_total_bytes=total,
         memory_used_bytes=used if total is None or used is None or used <= total else None,
-        memory_reserved_bytes=_int_within(report.memory_reserved_bytes, MAX_BYTES),
-        utilisation_pct=_within(report.utilisation_pct, 100.0),
+        memory_reserved_bytes=int_within(report.memory_reserved_bytes, MAX_BYTES),
+        utilisation_pct=within(report.utilisation_pct, 100.0),
         power_mw=power if known_source else None,
         power_source=report.power_source if known_source else "unknown",
-        power_limit_mw=_int_within(report.power_limit_mw, MAX_POWER_MW),
-        energy_mj=_int_within(report.energy_mj, INT64_MAX) if report.power_source == "nvml" else None,
+        power_limit_mw=int_within(report.power_limit_mw, MAX_POWER_MW),
+        energy_mj=int_within(report.energy_mj, INT64_MAX) if report.power_source == "nvml" else None,
         temperature_c=report.temperature_c if _sane_temperature(report.temperature_c) else None,
         state=report.state if report.state in ("ok", "lost", "refused", "unavailable") else "unavailable",
-        reason=report.reason[:MAX_CHARS] if _plain(report.reason[:MAX_CHARS]) else "",
+        reason=report.reason[:MAX_CHARS] if plain(report.reason[:MAX_CHARS]) else "",
     )
 
 
@@ -173,24 +174,28 @@ def free_memory_bytes(reports: list[DeviceReport]) -> dict[str, int | None]:
 
 def declared_mw(watts: float | None) -> int | None:
     """Declared watts as whole milliwatts; None where nothing sensible was declared."""
-    bounded = _within(watts, MAX_NODE_W)
+    bounded = within(watts, MAX_NODE_W)
     return None if bounded is None else round(bounded * 1000)
 
 
-def _plain(text: str) -> bool:
+def plain(text: str) -> bool:
+    """True for a short text without control characters."""
     return len(text) <= MAX_CHARS and text.isprintable()
 
 
-def _within(value: float | None, limit: float) -> float | None:
+def within(value: float | None, limit: float) -> float | None:
+    """The figure if it is finite, and in 0 to `limit`; else it is not known."""
     return value if value is not None and math.isfinite(value) and 0 <= value <= limit else None
 
 
-def _speed(tokens_per_s: float | None) -> float | None:
-    bounded = _within(tokens_per_s, MAX_TOKENS_PER_S)
+def speed(tokens_per_s: float | None) -> float | None:
+    """The speed if an engine could have it; else it is not known."""
+    bounded = within(tokens_per_s, MAX_TOKENS_PER_S)
     return bounded if bounded is not None and bounded >= MIN_TOKENS_PER_S else None
 
 
-def _int_within(value: int | None, limit: int) -> int | None:
+def int_within(value: int | None, limit: int) -> int | None:
+    """The same for a whole number."""
     return value if value is not None and 0 <= value <= limit else None
 
 

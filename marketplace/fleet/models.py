@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
+from typing import Any
 from uuid import UUID
 
 from sqlalchemy import CheckConstraint, Double, ForeignKey, Identity, Index, LargeBinary, UniqueConstraint, func, text
@@ -176,3 +177,46 @@ class EnergySample(Base):
     ended_at: Mapped[datetime]
     energy_mj: Mapped[int | None]
     source: Mapped[str]
+
+
+class NodeAbility(Base):
+    """What could run on a node, as it said last: what the planner plans with. Worth nothing once it is old."""
+
+    __tablename__ = "node_abilities"
+
+    node_id: Mapped[UUID] = mapped_column(ForeignKey("nodes.id"), primary_key=True)
+    heard_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    body: Mapped[dict[str, Any]]
+    """See fleet.plans.Ability."""
+
+
+class PlanStep(Base):
+    """One piece of a plan's advice to a node, with its reason, and what became of it."""
+
+    __tablename__ = "plan_steps"
+    __table_args__ = (
+        CheckConstraint("action in ('load','evict')", name="action"),
+        CheckConstraint("state in ('planned','sent','accepted','refused','expired')", name="state"),
+        Index("ix_plan_steps_open", "node_id", postgresql_where=text("state in ('planned','sent')")),
+        Index("ix_plan_steps_planned_at", "planned_at"),
+    )
+
+    id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
+    plan_id: Mapped[UUID]
+    node_id: Mapped[UUID] = mapped_column(ForeignKey("nodes.id"))
+    device_id: Mapped[str]
+    variant_id: Mapped[UUID] = mapped_column(ForeignKey("variants.id"))
+    action: Mapped[str]
+    state: Mapped[str] = mapped_column(server_default="planned")
+    reason: Mapped[str]
+    """A sentence, which the node's owner reads too."""
+    gain_nano: Mapped[int | None]
+    """What a load gains over the plan's horizon, by the forecast."""
+    needed_bytes: Mapped[int | None]
+    """What a load takes of the device, by the catalogue."""
+    code: Mapped[str] = mapped_column(server_default="")
+    message: Mapped[str] = mapped_column(server_default="")
+    """Why the node refused."""
+    planned_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    sent_at: Mapped[datetime | None]
+    answered_at: Mapped[datetime | None]

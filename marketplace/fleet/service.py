@@ -28,7 +28,7 @@ from weakref import WeakValueDictionary
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from agent.protocol import HEARTBEAT_S, Goodbye, Inventory, Telemetry
+from agent.protocol import HEARTBEAT_S, Abilities, Goodbye, Inventory, PlanAnswer, Telemetry
 from agent.sizing.shape import ModelShape
 from marketplace.catalog.prices import set_price
 from marketplace.catalog.service import Catalog
@@ -38,7 +38,7 @@ from marketplace.core.errors import FallowError, Unavailable
 from marketplace.core.logs import get_logger
 from marketplace.core.settings import Settings
 from marketplace.core.valkey import ValkeyDownError, ValkeyPipe
-from marketplace.fleet import claims, energy, repository, snapshot
+from marketplace.fleet import claims, energy, plans, repository, snapshot
 from marketplace.fleet.endpoints import make_router
 from marketplace.fleet.links import Carrier, GoneReason, Links
 from marketplace.fleet.occupancy import Occupancy
@@ -234,6 +234,15 @@ class Fleet:
         session.show(self.view, self._gateway_id, self._shape_of)
         session.dirty.set()
 
+    def on_plans(self, session: NodeSession, frame: Abilities | PlanAnswer) -> None:
+        """What could run on a node, or its answer to advice: stored within STORE_EVERY_S."""
+        if isinstance(frame, Abilities):
+            session.ability = plans.check(
+                frame, self._catalog.by_sha256, allow_simulated=self._settings.allow_simulated
+            )
+        elif len(session.answers) < plans.MAX_ANSWERS:
+            session.answers.append(frame)
+
     # --- inside: carriers -----------------------------------------------------------------------------------------
 
     def _find_carrier(self, node_id: UUID, gateway_id: str) -> Carrier | None:
@@ -367,6 +376,23 @@ class Fleet:
             await self._refresh_identities(connected)
             for session in list(self._sessions.values()):
                 await self._store_session(session, moved.get(session.node.node_id))
+            await self._advise()
+
+    async def _advise(self) -> None:
+        """Store what nodes said about plans, and pass on advice to those that are connected here."""
+        willing = {node_id: session for node_id, session in self._sessions.items() if session.plans}
+        if not willing:
+            return
+        said: list[plans.Said] = []
+        for node_id, session in willing.items():
+            if session.ability is not None or session.answers:
+                said.append(plans.Said(node_id, session.ability, session.answers))
+                session.ability, session.answers = None, []
+        advice = await self._in_database(lambda db: plans.exchange(db, list(willing), said))
+        for node_id, frame in advice:
+            session_ = self._sessions.get(node_id)
+            if session_ is not None:
+                session_.sender.put(frame)
 
     async def _refresh_identities(self, connected: list[UUID]) -> None:
         """Standing and region may have changed in the database."""

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from typing import Final
 from uuid import UUID
 
-from agent.protocol import RESUME_S, DeviceReport, GatewayFrame, Goodbye, Inventory
+from agent.protocol import RESUME_S, DeviceReport, GatewayFrame, Goodbye, Inventory, PlanAnswer
 from agent.sizing.shape import ModelShape
 from marketplace.core.clock import utcnow
 from marketplace.fleet import claims
 from marketplace.fleet.claims import Claim, RefusedClaim
 from marketplace.fleet.energy import EnergyMeter
 from marketplace.fleet.links import GoneReason, Links, Route
+from marketplace.fleet.plans import Ability
 from marketplace.fleet.repository import Listed, NodeIdentity
 from marketplace.fleet.sender import FrameSender
 from marketplace.fleet.view import FleetView
@@ -89,6 +90,12 @@ class NodeSession:
         """The agent takes answers up again after a break."""
         self.gives_choices = False
         """The agent gives several answers to one request."""
+        self.plans = False
+        """The agent understands advice."""
+        self.ability: Ability | None = None
+        """What could run there, where the database does not know it yet."""
+        self.answers: list[PlanAnswer] = []
+        """To advice; not stored yet."""
         self._voided: dict[bytes, float] = {}
 
     # --- carrier --------------------------------------------------------------------------------------------------

@@ -18,7 +18,19 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from agent import protocol
-from agent.protocol import Accepted, Failed, Finished, Goodbye, Hello, Inventory, Refused, Telemetry, Tokens
+from agent.protocol import (
+    Abilities,
+    Accepted,
+    Failed,
+    Finished,
+    Goodbye,
+    Hello,
+    Inventory,
+    PlanAnswer,
+    Refused,
+    Telemetry,
+    Tokens,
+)
 from marketplace.core.errors import Unavailable
 from marketplace.core.logs import get_logger
 from marketplace.fleet.links import GoneReason, Links
@@ -59,6 +71,8 @@ class Home(Protocol):
     def on_telemetry(self, session: NodeSession, frame: Telemetry) -> None: ...
 
     def on_inventory(self, session: NodeSession, frame: Inventory) -> None: ...
+
+    def on_plans(self, session: NodeSession, frame: Abilities | PlanAnswer) -> None: ...
 
 
 class _Rejected(Exception):
@@ -125,8 +139,8 @@ class AgentSocket:
         except Unavailable as error:
             raise _Rejected(error.code, error.message, 2.0) from None
         now_ms = time.time_ns() // 1_000_000
-        sender.put(protocol.Welcome(str(node.node_id), self._gateway_id, now_ms))
-        session.resumes = hello.resumes
+        sender.put(protocol.Welcome(str(node.node_id), self._gateway_id, now_ms, plans=True))
+        session.resumes, session.plans = hello.resumes, hello.plans
         session.gives_choices = hello.choices
         points, unknown = self._links.resume(session, node.node_id, hello.attempts[:4_096])
         if points:
@@ -251,6 +265,8 @@ class AgentSocket:
                 self._home.on_telemetry(session, frame)
             elif type(frame) is Inventory:
                 self._home.on_inventory(session, frame)
+            elif isinstance(frame, Abilities | PlanAnswer):
+                self._home.on_plans(session, frame)
             elif type(frame) is Goodbye:
                 session.resumes = False  # it leaves on purpose
                 session.sender.close()

@@ -31,6 +31,7 @@ from marketplace.jobs import dispatch, idempotency, standing, sweeping
 from marketplace.jobs.assignment import Assignment, Matcher, assign
 from marketplace.jobs.erasure import erase_texts
 from marketplace.jobs.hot import Close, Closed
+from marketplace.jobs.plan_round import plan_once
 from marketplace.jobs.writer import run_in_session
 from marketplace.matching.rank import Rules
 from marketplace.matching.retries import RetryBudget
@@ -43,6 +44,7 @@ SWEEP: Final = "jobs.sweep"
 OUTBOX: Final = "jobs.outbox"
 FORGET: Final = "jobs.forget"
 ERASE: Final = "jobs.erase"
+PLAN: Final = "jobs.plan"
 
 MAX_ROUNDS: Final = 8
 """Rounds of one assignment task; the next tick goes on."""
@@ -96,6 +98,12 @@ def forget_idempotency_keys() -> None:
             erased = idempotency.erase(session, limit=SWEEP_BATCH)
         if erased < SWEEP_BATCH:
             return
+
+
+@task(PLAN)
+def plan_loads() -> None:
+    """Advise nodes which of their models to load, by what is asked for."""
+    plan_once(process.session_factory(), process.valkey_client())
 
 
 @lru_cache

@@ -59,6 +59,8 @@ class PlanDevice:
     tokens_per_s: Mapping[str, float]
     """By variant; one that is missing cannot run there."""
     loaded: frozenset[str] = frozenset()
+    pinned: frozenset[str] = frozenset()
+    """Of the loaded, those that stay whatever is planned: by the owner's word, or since they came only just now."""
     load_bytes_per_s: float = 2e9
     offered_s: float = float("inf")
     """For how long its owner leaves it to us, by the schedule or by habit."""
@@ -69,6 +71,10 @@ class PlanDevice:
     """Devices behind one fuse; empty: its own."""
     owner_choice: frozenset[str] | None = None
     """Variants that the owner allows; None: any."""
+    needed_bytes: Mapping[str, int] = field(default_factory=dict)
+    """By variant, where this device's engine takes another sum than the variant's usual one."""
+    load_s: Mapping[str, float] = field(default_factory=dict)
+    """By variant, where loading takes another time than reading so many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +131,7 @@ class State:
         device, demand = self.devices[at], self.demands[variant]
         speed = device.tokens_per_s.get(variant, 0.0)
         share = self.share_left[at]
-        if speed <= 0.0 or share < MIN_SHARE or demand.needed_bytes > self.memory_left[at]:
+        if speed <= 0.0 or share < MIN_SHARE or self.needed(at, variant) > self.memory_left[at]:
             return 0.0, 0.0
         if variant in self.placed[at] or not self._fuse_holds(at):
             return 0.0, 0.0
@@ -133,7 +139,8 @@ class State:
         useful_s = min(self.horizon_s, device.offered_s)
         cold = variant not in device.loaded
         if cold:
-            useful_s -= INIT_S + demand.needed_bytes / device.load_bytes_per_s
+            read_s = self.needs(at, variant) / device.load_bytes_per_s
+            useful_s -= INIT_S + device.load_s.get(variant, read_s)
         if useful_s <= 0.0 or rate <= 0.0:
             return 0.0, 0.0
         earned = rate * useful_s * demand.nano_per_token
@@ -151,7 +158,21 @@ class State:
         self.placed[at][variant] = (rate, gain)
         self.unmet[variant] -= rate
         self.share_left[at] -= rate / device.tokens_per_s[variant]
-        self.memory_left[at] -= self.demands[variant].needed_bytes
+        self.memory_left[at] -= self.needed(at, variant)
+
+    def needs(self, at: int, variant: str) -> int:
+        """Bytes of one engine there."""
+        return self.devices[at].needed_bytes.get(variant, self.demands[variant].needed_bytes)
+
+    def needed(self, at: int, variant: str) -> int:
+        """What placing it takes of the memory that is not taken for good."""
+        return 0 if variant in self.devices[at].pinned else self.needs(at, variant)
+
+    def memory_bytes(self, at: int) -> int:
+        """What a plan may dispose of."""
+        device = self.devices[at]
+        held = sum(self.needs(at, name) for name in device.pinned if name in self.demands)
+        return device.memory_bytes - held
 
     def clear(self, at: int) -> dict[str, tuple[float, float]]:
         """Take everything off a device, and answer what it was."""
@@ -163,7 +184,7 @@ class State:
             self.drawn_w[device.circuit] -= device.load_w
         self.placed[at] = {}
         self.share_left[at] = 1.0
-        self.memory_left[at] = device.memory_bytes
+        self.memory_left[at] = self.memory_bytes(at)
         return before
 
     def restore(self, at: int, before: Mapping[str, tuple[float, float]]) -> None:
@@ -203,9 +224,9 @@ def plan(
     state = State(devices, {demand.variant: demand for demand in demands}, circuits_w or {}, horizon_s)
     state.unmet = {demand.variant: demand.tokens_per_s for demand in demands}
     state.share_left = [1.0] * len(devices)
-    state.memory_left = [device.memory_bytes for device in devices]
+    state.memory_left = [state.memory_bytes(at) for at in range(len(devices))]
     state.placed = [{} for _ in devices]
-    allowed = [_allowed(device, state.demands) for device in devices]
+    allowed = [_allowed(state, at) for at in range(len(devices))]
     bound = None
     if available() if solver is None else solver:
         bound = _follow_solver(state, allowed)
@@ -234,14 +255,15 @@ def _left(state: State, at: int, variant: str) -> float:
     return state.devices[at].tokens_per_s[variant] * state.share_left[at]
 
 
-def _allowed(device: PlanDevice, demands: Mapping[str, VariantDemand]) -> list[str]:
+def _allowed(state: State, at: int) -> list[str]:
+    device = state.devices[at]
     choice = device.owner_choice
     return [
         variant
         for variant in device.tokens_per_s
-        if variant in demands
+        if variant in state.demands
         and (choice is None or variant in choice)
-        and demands[variant].needed_bytes <= device.memory_bytes
+        and state.needed(at, variant) <= device.memory_bytes
     ]
 
 
@@ -345,13 +367,14 @@ def _told(state: State, moves: int, bound: float | None) -> Plan:
 def _crowded_out(state: State, at: int) -> list[str]:
     """What is loaded there and must go, because what comes needs its memory; the largest first."""
     device = state.devices[at]
-    stays = [name for name in device.loaded if name not in state.placed[at] and name in state.demands]
+    there = device.loaded - device.pinned
+    stays = [name for name in there if name not in state.placed[at] and name in state.demands]
     room = state.memory_left[at]
     gone: list[str] = []
-    held = sum(state.demands[name].needed_bytes for name in stays)
-    for name in sorted(stays, key=lambda name: (state.unmet[name] > 0, -state.demands[name].needed_bytes)):
+    held = sum(state.needs(at, name) for name in stays)
+    for name in sorted(stays, key=lambda name: (state.unmet[name] > 0, -state.needs(at, name))):
         if held <= room:
             break
         gone.append(name)
-        held -= state.demands[name].needed_bytes
+        held -= state.needs(at, name)
     return gone
