@@ -38,6 +38,7 @@ from marketplace.gateway.queue_runner import QueueRunner
 from marketplace.gateway.services import Services
 from marketplace.gateway.signatures import ReceiptSignatures
 from marketplace.gateway.surface import SURFACES
+from marketplace.gateway.waiting import WaitingClients
 from marketplace.jobs.sweeping import BATCHES_ENDPOINT, JOBS_ENDPOINT
 from marketplace.jobs.writer import HotWriter
 
@@ -68,6 +69,12 @@ def create_app(settings: Settings) -> Gateway:
         cancels=EarlyCancels(pipe, free_per_hour=settings.free_prefill_cancels_per_hour),
         signatures=ReceiptSignatures(session_factory),
         pulse=Pulse(settings, writer, fleet.links, fleet.reservations),
+        waiting=WaitingClients(
+            session_factory,
+            lease_s=settings.lease_s,
+            most=settings.flex_waiting,
+            most_per_organisation=settings.flex_waiting_per_organisation,
+        ),
         pump=OutboxPump(session_factory, sender(make_celery(settings))),
         notes=DemandNotes(session_factory, settings.cluster_secret.get_secret_value().encode()),
     )
@@ -145,6 +152,7 @@ class Gateway:
         services = self.services
         services.draining = True
         await services.fleet.drain()
+        await services.waiting.send_away()
         if self._queue is not None:
             await self._queue.quiesce()
         await services.pulse.wait_idle(timeout_s)
@@ -156,6 +164,7 @@ class Gateway:
         self._stopped = True
         services = self.services
         services.draining = True
+        await services.waiting.send_away()
         if self._queue is not None:
             await self._queue.stop()
         services.pulse.stop_all(Ending.PLATFORM)

@@ -86,6 +86,14 @@ class Settings(BaseSettings):
     """What a queued job asked and was answered is erased this long after its end; counts and prices stay."""
     batch_price_basis_points: int = Field(default=5_000, ge=1, le=10_000)
     """What a line of a batch costs, as a share of the node's ask: half by default. Pinned when the batch begins."""
+    flex_price_basis_points: int = Field(default=5_000, ge=1, le=10_000)
+    """What a request with `service_tier: "flex"` costs, as a share of the node's ask. Pinned when it is admitted."""
+    flex_wait_s: float = Field(default=600.0, ge=1, le=3_600)
+    """So long it waits for idle capacity, unless its header says otherwise."""
+    flex_waiting: int = Field(default=2_000, ge=1)
+    """Flex requests that wait at one gateway at a time, and run there; one more is refused."""
+    flex_waiting_per_organisation: int = Field(default=200, ge=1)
+    """The same, of one organisation."""
     file_limit_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
     """Of one uploaded file."""
     files_limit_bytes: int = Field(default=1024 * 1024 * 1024, ge=1024)

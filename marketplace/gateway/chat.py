@@ -11,6 +11,7 @@ from marketplace.accounts.limits import LimitState
 from marketplace.core.errors import FallowError, PaymentRequired, RateLimited
 from marketplace.core.logs import get_logger
 from marketplace.gateway.failures import NoCapacity
+from marketplace.gateway.flex import Flex, wait_of
 from marketplace.gateway.http import (
     ClientGoneError,
     Header,
@@ -22,10 +23,10 @@ from marketplace.gateway.http import (
     read_body,
     send_error,
 )
-from marketplace.gateway.interactive import Caller, Interactive, Placement
+from marketplace.gateway.interactive import Caller, Interactive
 from marketplace.gateway.outcomes import Ending
 from marketplace.gateway.outlets import JsonOutlet, StreamOutlet, abort_connection
-from marketplace.gateway.parse import OFFLOAD_BYTES, Inference
+from marketplace.gateway.parse import FLEX, OFFLOAD_BYTES, Inference
 from marketplace.gateway.quote import ContextLengthExceeded, Measured, measure, take_tokens
 from marketplace.gateway.services import Services
 from marketplace.gateway.surface import Surface
@@ -47,6 +48,8 @@ class _Exchange:
     keep_answer: bool = False
     """The request came with an Idempotency-Key."""
     parsed: bool = False
+    wait_s: float = 0.0
+    """How long its client is willing to wait, if the request is flex."""
     interactive: Interactive | None = None
     outlet: StreamOutlet | JsonOutlet | None = None
 
@@ -100,6 +103,8 @@ class ChatApp:
         principal.require("renter")
         chat = await self._read(scope, exchange.receive)
         exchange.parsed = True
+        if chat.service_tier == FLEX:
+            exchange.wait_s = wait_of(scope, services.settings.flex_wait_s)
         limits = await services.limiter.acquire(principal)
         try:
             await self._answer(exchange, principal, limits, chat)
@@ -123,21 +128,25 @@ class ChatApp:
             exchange.headers[own:] = _encoded(limits)
         caller = Caller.now(principal, exchange.request_id, exchange.arrived_at, exchange.keep_answer)
         outlet = exchange.outlet = self._outlet(exchange, caller, measured)
-        interactive = exchange.interactive = Interactive(services, caller, measured, outlet, self._surface)
+        interactive = exchange.interactive = (
+            Flex(services, caller, measured, outlet, self._surface, exchange.wait_s)
+            if chat.service_tier == FLEX
+            else Interactive(services, caller, measured, outlet, self._surface)
+        )
         watch = asyncio.create_task(_watch(exchange.receive, interactive))
         try:
-            placement = await self._admit(interactive, measured, principal)
-            await interactive.run(placement)
+            await self._admit(interactive, measured, principal)
+            await interactive.run()
         finally:
             watch.cancel()
         if isinstance(outlet, StreamOutlet) and outlet.cut:
             abort_connection(exchange.send)
 
-    async def _admit(self, interactive: Interactive, measured: Measured, principal: Principal) -> Placement:
+    async def _admit(self, interactive: Interactive, measured: Measured, principal: Principal) -> None:
         """Admit, and note for statements what became of it. Raises what `Interactive.admit` raises."""
         services, notes = self._services, self._services.notes
         try:
-            placement = await interactive.admit()
+            await interactive.admit()
         except NoCapacity as error:
             for reason in error.details["refused"]:
                 services.metrics.refusals.labels(reason).inc()
@@ -151,7 +160,6 @@ class ChatApp:
             raise
         if notes is not None:
             notes.conversation(interactive.job_id, principal.organisation_id, measured.chat.opening)
-        return placement
 
     def _note_unmet(self, error: ContextLengthExceeded) -> None:
         """For statements: what an owner's larger slots would have earned."""
@@ -171,6 +179,7 @@ class ChatApp:
             created=caller.created,
             model=measured.model,
             include_usage=chat.include_usage,
+            service_tier=measured.service_tier,
         )
         return StreamOutlet(
             exchange.send,

@@ -21,6 +21,7 @@ from marketplace.gateway.parse import (
     Probability,
     ProviderBody,
     Seed,
+    ServiceTier,
     Stop,
     StreamOptions,
     Temperature,
@@ -71,6 +72,7 @@ class CompletionBody(Struct, frozen=True, forbid_unknown_fields=True):
     suffix: str | None = None
     # Taken from unchanged clients and without effect here.
     user: Annotated[str, Meta(max_length=1_024)] | None = None
+    service_tier: ServiceTier | None = None
     provider: ProviderBody | None = None
 
 
@@ -88,6 +90,7 @@ class CompletionRequest(Struct, frozen=True):
     provider: ProviderBody | None = None
     choices: int = 1
     """Answers that are wanted: `n`."""
+    service_tier: ServiceTier | None = None
     uses_tools: ClassVar[bool] = False
 
     @property
@@ -133,6 +136,7 @@ def to_completion(body: CompletionBody) -> CompletionRequest:
         options=options,
         provider=body.provider,
         choices=body.n or 1,
+        service_tier=body.service_tier,
     )
 
 
@@ -218,8 +222,17 @@ class TextWriter:
 
     __slots__ = ("_offset", "_start", "_tail", "_usage_head")
 
-    def __init__(self, *, completion_id: str, created: int, model: str, include_usage: bool, index: int = 0) -> None:
-        head = stream_head(completion_id, "text_completion", created, model)
+    def __init__(
+        self,
+        *,
+        completion_id: str,
+        created: int,
+        model: str,
+        include_usage: bool,
+        index: int = 0,
+        service_tier: str | None = None,
+    ) -> None:
+        head = stream_head(completion_id, "text_completion", created, model, service_tier)
         self._start = head + b',"choices":[{"index":%d,"text":' % index
         self._usage_head = head + b',"choices":[],"usage":'
         self._tail = (b"]," + b'"usage":null}\n\n') if include_usage else b"]}\n\n"

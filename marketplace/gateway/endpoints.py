@@ -17,9 +17,11 @@ from marketplace.core.database import SessionFactory
 from marketplace.gateway import gauges, metrics, models
 from marketplace.gateway.deps import Caller, GatewayServices, Renter
 from marketplace.gateway.explanations import explain_request
+from marketplace.gateway.parse import FLEX
 from marketplace.gateway.quote import Purse, find_all, measure, quote
 from marketplace.gateway.surface import parse_any
 from marketplace.gateway.tokenize import parse_tokenize, tokenize
+from marketplace.metering.pricing import BASIS_POINTS
 from marketplace.metering.usage import likely_output_tokens
 
 router = APIRouter()
@@ -53,7 +55,9 @@ async def make_quote(request: Request, services: GatewayServices, principal: Ren
         available_nano, usual = await asyncio.to_thread(
             _purse, services.session_factory, principal.organisation_id, measured.variant.id
         )
-        return quote(measured, ranked, Purse(available_nano, usual, cached))
+        flex = chat.service_tier == FLEX
+        share = services.settings.flex_price_basis_points if flex else BASIS_POINTS
+        return quote(measured, ranked, Purse(available_nano, usual, cached), share)
 
 
 @router.post("/v1/explain")

@@ -7,6 +7,7 @@ from typing import ClassVar, Final
 from marketplace.core.amounts import usd
 from marketplace.core.errors import BadRequest, FallowError, PaymentRequired, Unavailable
 from marketplace.gateway.outcomes import Ending
+from marketplace.jobs.service import Shortfall
 from marketplace.jobs.states import Outcome
 from marketplace.matching.types import Filter, Refusal
 
@@ -59,6 +60,16 @@ class KeyBudgetExceeded(InsufficientBalance):
     code = "key_budget_exceeded"
     source = "is left of this key's budget"
     cure = "raise the key's budget, or wait for its next period"
+
+
+def of_shortfall(shortfall: Shortfall, max_output_tokens: int) -> InsufficientBalance:
+    """The error for work that waits, held at its own ceiling, of at most so many tokens of answer."""
+    kind = KeyBudgetExceeded if shortfall.by_budget else InsufficientBalance
+    return kind(
+        needed_nano=shortfall.needed_nano,
+        available_nano=shortfall.available_nano,
+        affordable_output_tokens=min(shortfall.affordable_output_tokens, max_output_tokens),
+    )
 
 
 class NodeFailed(FallowError):

@@ -26,6 +26,7 @@ class _Run:
     running: Running
     job_id: UUID
     stop: Callable[[Ending], None]
+    may_stop: Callable[[], bool]
     freed: asyncio.Event = field(default_factory=asyncio.Event)
     leaving: bool = False
     """It was told to stop already: nobody else pushes the same job aside."""
@@ -41,11 +42,19 @@ class FlexRuns:
         """How often a job gave way; the oldest are forgotten."""
 
     def began(
-        self, attempt_id: UUID, job_id: UUID, offer_id: UUID, runs_s: float, stop: Callable[[Ending], None]
+        self,
+        attempt_id: UUID,
+        job_id: UUID,
+        offer_id: UUID,
+        runs_s: float,
+        stop: Callable[[Ending], None],
+        *,
+        may_stop: Callable[[], bool] = lambda: True,
     ) -> None:
-        """An attempt of a queued job starts; `runs_s` is how long it will run, by prediction, `stop` ends it."""
+        """An attempt of a queued or a flex job starts; `runs_s` is how long it will run, by prediction, `stop` ends it,
+        as long as `may_stop` says that nobody has read any of its answer."""
         running = Running(attempt_id, offer_id, self._now(), runs_s, self._gave_way.get(job_id, 0))
-        self._runs[attempt_id] = _Run(running, job_id, stop)
+        self._runs[attempt_id] = _Run(running, job_id, stop, may_stop)
 
     def ended(self, attempt_id: UUID) -> None:
         """It ended, however, and its slot is free."""
@@ -59,7 +68,8 @@ class FlexRuns:
         if not self._runs:
             return False
         now = self._now()
-        victim = gives_way((run.running for run in self._runs.values() if not run.leaving), find_offers(), now)
+        movable = (run.running for run in self._runs.values() if not run.leaving and run.may_stop())
+        victim = gives_way(movable, find_offers(), now)
         if victim is None:
             return False
         run = self._runs[victim.attempt_id]

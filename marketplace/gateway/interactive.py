@@ -103,6 +103,9 @@ class Interactive:
         self._schema_checks: Sequence[dict[str, Any] | None] = ()
         """Choice by choice, where there is a schema."""
         self._execution: Execution | None = None
+        self._placement: Placement | None = None
+        self._limit_s = services.settings.request_timeout_s
+        """From the start of its run to its deadline."""
         self._gone: Ending | None = None
 
     @property
@@ -119,7 +122,7 @@ class Interactive:
 
     # --- admission ------------------------------------------------------------------------------------------------
 
-    async def admit(self) -> Placement:
+    async def admit(self) -> None:
         """Reserve a slot, hold the worst case, lease the first attempt. Raises NoCapacity, InsufficientBalance and
         Unavailable; nothing is held then."""
         available_nano: int | None = None
@@ -137,7 +140,8 @@ class Interactive:
                 now = asyncio.get_running_loop().time()
                 self._services.metrics.admission.observe(now - self._caller.arrived_at)
                 self._services.fleet.retries.request(offer.variant_id, self._services.now())
-                return Placement(offer, attempt_id, 1)
+                self._placement = Placement(offer, attempt_id, 1)
+                return
             # Awaited: what comes next must see the slot free again.
             await self._services.fleet.reservations.release(offer, attempt_id)
             available_nano, by_budget = admitted.available_nano, admitted.by_budget
@@ -258,7 +262,7 @@ class Interactive:
 
     # --- the run --------------------------------------------------------------------------------------------------
 
-    async def run(self, placement: Placement) -> None:
+    async def run(self) -> None:
         """Run an admitted request to its end, and show the client what became of it."""
         execution = self._execution = Execution(self._services, self._work(), self._outlet)
         if self._gone is not None:
@@ -266,7 +270,7 @@ class Interactive:
         self._announce_cap()
         self._services.pulse.join(execution)
         try:
-            await self._show(await self._attempts_of(execution, placement))
+            await self._show(await self._attempts_of(execution))
         except LeaseLost:
             await self._outlet.fail(of_lost_lease())
         except BaseException:
@@ -288,11 +292,13 @@ class Interactive:
             prompt_tokens=measured.prompt_tokens,
             prompt_packed=measured.prompt_packed,
             max_output_tokens=self._max_output,
-            deadline_at=asyncio.get_running_loop().time() + self._services.settings.request_timeout_s,
+            deadline_at=asyncio.get_running_loop().time() + self._limit_s,
             choices=measured.choices,
         )
 
-    async def _attempts_of(self, execution: Execution, placement: Placement) -> Settled:
+    async def _attempts_of(self, execution: Execution) -> Settled:
+        placement = self._placement
+        assert placement is not None
         first = placement.offer
         while True:
             self._announce_node(placement.offer)
@@ -300,9 +306,7 @@ class Interactive:
             self._observe_first_token(run)
             reserved = await self._next(run, first)
             if reserved is None:
-                result = self._kept_answer if self._caller.keep_answer else None
-                await self._check_schema(run)
-                return await execution.conclude(run, prefill_due=await self._prefill_due(run), result=result)
+                return await self._conclude(execution, run)
             offer, attempt_id = reserved
             try:
                 await execution.pass_on(run, JobState.RUNNING)
@@ -315,6 +319,12 @@ class Interactive:
                 log.warning("retry_refused", job=self._job_id.hex, reason=leased.reason)
                 return await execution.give_up(run)
             placement = Placement(offer, attempt_id, leased.epoch)
+
+    async def _conclude(self, execution: Execution, run: AttemptRun) -> Settled:
+        """Write the end. Raises LeaseLost and Unavailable."""
+        result = self._kept_answer if self._caller.keep_answer else None
+        await self._check_schema(run)
+        return await execution.conclude(run, prefill_due=await self._prefill_due(run), result=result)
 
     async def _next(self, run: AttemptRun, first: OfferView) -> tuple[OfferView, UUID] | None:
         """A slot for another attempt, or None where there may be none, or is none."""
@@ -416,6 +426,8 @@ class Interactive:
             usage=usage,
         )
         put_checks(body, self._schema_checks)
+        if self._measured.service_tier is not None:
+            body["service_tier"] = self._measured.service_tier
         body["provider"] = self._served_by
         return body
 
@@ -436,6 +448,7 @@ class Interactive:
             created=self._caller.created,
             model=self._measured.model,
             include_usage=chat.include_usage,
+            service_tier=self._measured.service_tier,
         )
         note_checks(writers, self._schema_checks)
         return kept.stream(writers, pieces, reasons, usage if chat.include_usage else None, self._served_by)

@@ -10,6 +10,7 @@ from uuid import UUID
 from marketplace.catalog.service import VariantView
 from marketplace.core.amounts import usd
 from marketplace.gateway.services import Services
+from marketplace.matching.types import Rates
 
 
 def model_name(services: Services, variant_id: UUID | None) -> str | None:
@@ -23,6 +24,12 @@ def _name(services: Services, variant: VariantView) -> str:
     return variant.model_id if oldest.id == variant.id else f"{variant.model_id}:{variant.quantisation.lower()}"
 
 
+def _pricing(rates: Rates | None) -> dict[str, str] | None:
+    if rates is None:
+        return None
+    return {"input": usd(rates.input), "cached_input": usd(rates.cached_input), "output": usd(rates.output)}
+
+
 def _middle(speeds: Iterable[float | None]) -> float | None:
     """The median of what was measured; None where nothing was."""
     known = [speed for speed in speeds if speed is not None]
@@ -30,7 +37,8 @@ def _middle(speeds: Iterable[float | None]) -> float | None:
 
 
 def model_object(services: Services, variant: VariantView) -> dict[str, Any]:
-    """One variant. `pricing` is the lowest live ask, in USD per million tokens, null while nobody offers it; `speed` is
+    """One variant. `pricing` is the lowest live ask, in USD per million tokens, null while nobody offers it, and
+    `flex_pricing` the same for `service_tier: "flex"`; `speed` is
     the median of what its nodes measured, null where none did; `context_length` is that of its largest slot."""
     offers = [
         offer
@@ -56,7 +64,8 @@ def model_object(services: Services, variant: VariantView) -> dict[str, Any]:
             "decode_tokens_per_s": _middle(offer.decode_tokens_per_s for offer in offers),
         },
         "simulated": bool(offers) and all(offer.simulated for offer in offers),
-        "pricing": {"input": usd(best.input), "cached_input": usd(best.cached_input), "output": usd(best.output)}
-        if best is not None
-        else None,
+        "pricing": _pricing(best),
+        "flex_pricing": _pricing(
+            best.at_share(services.settings.flex_price_basis_points) if best is not None else None
+        ),
     }

@@ -23,6 +23,8 @@ from marketplace.gateway.surface import Writer
 log = get_logger(__name__)
 MAX_WRITE_BYTES = 64 * 1024
 """Chunks are gathered up to this into one write."""
+SILENCE_S = 3_600.0
+"""A whole answer breaks no silence; whoever waits looks again after this."""
 STREAM_HEADERS: tuple[Header, ...] = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -50,6 +52,11 @@ class Outlet(Protocol):
         """Look at the clock; must not block."""
         ...
 
+    async def keep_alive(self, now: float) -> float | None:
+        """Called while no attempt runs: break the silence if that is due. Returns when it is due next; None: the client
+        takes nothing and was cut."""
+        ...
+
 
 class WholeOutlet:
     """Keeps the answer until it is whole: for answers that are not streamed, and for queued jobs.
@@ -69,6 +76,9 @@ class WholeOutlet:
 
     def tick(self, now: float, run: AttemptRun | None) -> None:
         """A whole answer has nothing to say before its end."""
+
+    async def keep_alive(self, now: float) -> float | None:
+        return now + SILENCE_S
 
 
 class JsonOutlet(WholeOutlet):
@@ -129,11 +139,12 @@ class StreamOutlet:
         while True:
             if len(pieces) > self._sent and self._wanted(run):
                 count, chunks = self._next_chunks(pieces)
+                # Before the first byte leaves: whoever asks meanwhile must not start the answer again.
+                self.exposed = True
                 if not await self._write(chunks):
                     run.stop(Ending.SLOW_READER)
                     return
                 self._sent = count
-                self.exposed = True
             elif run.ending is not None:
                 return
             elif self._due:
@@ -154,6 +165,11 @@ class StreamOutlet:
         elif now >= self._due_at and run is not None:
             self._due = True
             run.wake()
+
+    async def keep_alive(self, now: float) -> float | None:
+        if now >= self._due_at and not await self._write(sse.KEEPALIVE):
+            return None
+        return self._due_at
 
     def note_checks(self, checks: Sequence[dict[str, Any] | None]) -> None:
         """What was found of the schema that the answer is to follow, choice by choice."""

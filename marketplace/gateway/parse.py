@@ -40,6 +40,8 @@ TopK = Annotated[int, Meta(ge=0, le=1_000_000)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Stop = StopText | Annotated[list[StopText], Meta(max_length=16)]
+ServiceTier = Literal["auto", "default", "flex"]
+FLEX: Final = "flex"
 LogitBias = Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1_024)]
 
 
@@ -178,13 +180,13 @@ class ChatBody(_Strict, frozen=True):
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    # Taken from unchanged clients and without effect here: nothing is stored, there is one tier, text is the only mode.
+    service_tier: ServiceTier | None = None
+    # Taken from unchanged clients and without effect here: nothing is stored, text is the only mode.
     user: Annotated[str, Meta(max_length=1_024)] | None = None
     metadata: Annotated[dict[str, Annotated[str, Meta(max_length=1_024)]], Meta(max_length=16)] | None = None
     safety_identifier: ShortText | None = None
     prompt_cache_key: ShortText | None = None
     modalities: Annotated[list[Literal["text"]], Meta(max_length=1)] | None = None
-    service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
     provider: ProviderBody | None = None
 
@@ -250,6 +252,11 @@ class Inference(Protocol):
         ...
 
     @property
+    def service_tier(self) -> ServiceTier | None:
+        """What the client asked for; None: it said nothing, which is the default."""
+        ...
+
+    @property
     def uses_tools(self) -> bool:
         """True if the variant must know tools."""
         ...
@@ -280,6 +287,7 @@ class ChatRequest(Struct, frozen=True):
     provider: ProviderBody | None = None
     choices: int = 1
     """Answers that are wanted: `n`."""
+    service_tier: ServiceTier | None = None
 
     @property
     def uses_tools(self) -> bool:
@@ -325,6 +333,7 @@ def to_request(body: ChatBody) -> ChatRequest:
         options=options,
         provider=body.provider,
         choices=body.n or 1,
+        service_tier=body.service_tier,
     )
 
 

@@ -18,9 +18,9 @@ from marketplace.core.logs import get_logger
 from marketplace.gateway.chat import refusal_outcome
 from marketplace.gateway.choice import ANY
 from marketplace.gateway.deps import GatewayServices, Renter, RequestId
-from marketplace.gateway.failures import InsufficientBalance, KeyBudgetExceeded
-from marketplace.gateway.parse import OFFLOAD_BYTES, ChatBody, ChatRequest, InvalidBody, decode_strict, to_request
-from marketplace.gateway.quote import Measured, measure, take_tokens
+from marketplace.gateway.failures import InsufficientBalance, of_shortfall
+from marketplace.gateway.parse import FLEX, OFFLOAD_BYTES, ChatBody, ChatRequest, InvalidBody, decode_strict, to_request
+from marketplace.gateway.quote import Measured, dearest, measure, take_tokens
 from marketplace.gateway.services import Services
 from marketplace.jobs import service
 from marketplace.jobs.repository import JobView
@@ -166,12 +166,7 @@ async def _accept(
     )
     answer = await _hold(services, order)
     if isinstance(answer, Shortfall):
-        kind = KeyBudgetExceeded if answer.by_budget else InsufficientBalance
-        raise kind(
-            needed_nano=answer.needed_nano,
-            available_nano=answer.available_nano,
-            affordable_output_tokens=min(answer.affordable_output_tokens, measured.max_output_tokens),
-        )
+        raise of_shortfall(answer, measured.max_output_tokens)
     return answer
 
 
@@ -190,21 +185,13 @@ def _ceiling(services: Services, measured: Measured, asked: MaxPrice | None) -> 
         input_ = _rate("max_price.input", asked.input)
         cached = _rate("max_price.cached_input", asked.cached_input) if asked.cached_input is not None else input_
         return Rates(input=input_, cached_input=cached, output=_rate("max_price.output", asked.output))
-    offers = [
-        offer.rates
-        for offer in services.fleet.view.offers(measured.variant.id)
-        if services.fleet.rules.allow_simulated or not offer.simulated
-    ]
-    if not offers:
+    rates = dearest(services, measured)
+    if rates is None:
         raise MaxPriceNeeded(
             "No node offers this model now, so there is no price to go by. Say `max_price`, and the job will wait.",
             param="max_price",
         )
-    return Rates(
-        input=max(rates.input for rates in offers),
-        cached_input=max(rates.cached_input for rates in offers),
-        output=max(rates.output for rates in offers),
-    )
+    return rates
 
 
 def _rate(field: str, text: str) -> int:
@@ -229,6 +216,10 @@ def _parse(body: bytes) -> tuple[Submission, ChatRequest]:
         raise InvalidBody(error.message, param=f"request.{error.param}" if error.param else "request") from None
     if chat.stream:
         raise InvalidBody("A job's answer is fetched, not streamed: leave `stream` out.", param="request.stream")
+    if chat.service_tier == FLEX:
+        raise InvalidBody(
+            "A job has its own price, `max_price`: leave `service_tier` out.", param="request.service_tier"
+        )
     return submission, chat
 
 

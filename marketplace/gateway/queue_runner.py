@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Final
 from uuid import UUID
 
@@ -23,7 +22,9 @@ from marketplace.core.errors import FallowError
 from marketplace.core.logs import get_logger
 from marketplace.core.valkey import connect_async
 from marketplace.gateway.answer import usage_object
+from marketplace.gateway.dispatched import demand_of, offer_of, runs_s
 from marketplace.gateway.execution import Execution, LeaseLost, Work
+from marketplace.gateway.flex import turn_away
 from marketplace.gateway.outcomes import RETRYABLE, Ending
 from marketplace.gateway.outlets import WholeOutlet
 from marketplace.gateway.parse import choices_of, schema_of
@@ -36,12 +37,12 @@ from marketplace.jobs.repository import Dispatch, load_dispatch
 from marketplace.jobs.states import JobState
 from marketplace.jobs.sweeping import BATCHES_ENDPOINT
 from marketplace.jobs.tasks import ASSIGN
-from marketplace.matching.live import UNKNOWN_DECODE_TOKENS_PER_S, UNKNOWN_PREFILL_TOKENS_PER_S
-from marketplace.matching.types import Demand, OfferView, Service
+from marketplace.matching.types import OfferView
 from marketplace.metering.pricing import Priced
 from marketplace.metering.tokens import TokenCounts
 
 log = get_logger(__name__)
+FLEX_KIND: Final = "flex"
 POP_S: Final = 2
 """One blocking read waits this long for a nudge."""
 RETRY_S: Final = 1.0
@@ -119,7 +120,12 @@ class QueueRunner:
         except SQLAlchemyError as error:
             log.warning("dispatch_not_loaded", attempt=attempt_id.hex, error=type(error).__name__)
             return
-        if dispatch is None or dispatch.body is None:
+        if dispatch is None:
+            return
+        if dispatch.kind == FLEX_KIND:
+            await self._call(dispatch)
+            return
+        if dispatch.body is None:
             return
         await self._execute(dispatch, dispatch.body)
         if self._services.pump is not None:
@@ -128,6 +134,15 @@ class QueueRunner:
     def _load(self, attempt_id: UUID) -> Dispatch | None:
         with self._services.session_factory() as session:
             return load_dispatch(session, attempt_id)
+
+    async def _call(self, dispatch: Dispatch) -> None:
+        """Its client waits here, or did."""
+        if self._services.waiting.call(dispatch):
+            return
+        try:
+            await turn_away(self._services, dispatch)
+        except (LeaseLost, FallowError) as error:
+            log.warning("queued_attempt_left_to_sweeper", job=dispatch.job_id.hex, error=repr(error))
 
     async def _execute(self, dispatch: Dispatch, body: dict[str, Any]) -> None:
         services = self._services
@@ -157,12 +172,12 @@ class QueueRunner:
             self._running[current] = execution
         if dispatch.cancel_requested:
             execution.stop(Ending.CANCELLED)
-        offer = _offer_of(services, dispatch)
+        offer = offer_of(services, dispatch)
         await services.fleet.reservations.renew(offer, dispatch.attempt_id, services.pulse.reservation_s)
-        services.fleet.chosen(offer, dispatch.attempt_id, _demand_of(dispatch))
+        services.fleet.chosen(offer, dispatch.attempt_id, demand_of(dispatch))
         services.pulse.join(execution)
         services.flex.began(
-            dispatch.attempt_id, dispatch.job_id, offer.offer_id, _runs_s(offer, dispatch), execution.stop
+            dispatch.attempt_id, dispatch.job_id, offer.offer_id, runs_s(offer, dispatch), execution.stop
         )
         try:
             await self._carry_out(execution, offer, dispatch, body)
@@ -201,50 +216,3 @@ class QueueRunner:
             return msgspec.json.encode(answer).decode()
 
         await execution.conclude(run, result=result)
-
-
-def _runs_s(offer: OfferView, dispatch: Dispatch) -> float:
-    """How long it will run, should its answer use all of its bound."""
-    reads_s = dispatch.prompt_tokens / (offer.prefill_tokens_per_s or UNKNOWN_PREFILL_TOKENS_PER_S)
-    writes = dispatch.max_output_tokens * choices_of(dispatch.body or {})
-    return reads_s + writes / (offer.decode_tokens_per_s or UNKNOWN_DECODE_TOKENS_PER_S)
-
-
-def _demand_of(dispatch: Dispatch) -> Demand:
-    return Demand(
-        variant_id=dispatch.variant_id,
-        prompt_tokens=dispatch.prompt_tokens,
-        max_output_tokens=dispatch.max_output_tokens,
-        ceiling=dispatch.ceiling,
-        organisation_id=dispatch.organisation_id,
-        service=Service.FLEX,
-        choices=choices_of(dispatch.body or {}),
-    )
-
-
-def _offer_of(services: Services, dispatch: Dispatch) -> OfferView:
-    """The offer as the view knows it, at the price that the lease pinned; if it left the view, what the row says."""
-    offer = services.fleet.view.offer(dispatch.offer_id)
-    if offer is not None:
-        return replace(offer, price_id=dispatch.price_id, rates=dispatch.rates)
-    return OfferView(
-        offer_id=dispatch.offer_id,
-        node_id=dispatch.node_id,
-        owner_organisation_id=dispatch.owner_organisation_id,
-        device_id=dispatch.device_id,
-        variant_id=dispatch.variant_id,
-        gateway_id=dispatch.gateway_id,
-        price_id=dispatch.price_id,
-        rates=dispatch.rates,
-        slots=1,
-        slots_busy=1,
-        context_per_slot=dispatch.prompt_tokens + dispatch.max_output_tokens,
-        available=False,
-        warm=False,
-        simulated=dispatch.simulated,
-        prefix_cache_s=0.0,
-        sampled_age_s=0.0,
-        prefill_tokens_per_s=None,
-        decode_tokens_per_s=None,
-        memory_free_bytes=None,
-    )

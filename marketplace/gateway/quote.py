@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 from uuid import UUID
@@ -14,12 +14,12 @@ from marketplace.catalog.service import VariantView
 from marketplace.core.amounts import usd
 from marketplace.core.errors import BadRequest
 from marketplace.gateway.choice import ANY, Choice, choice_of, choose_variant, is_alias, sorted_by_alias
-from marketplace.gateway.parse import Inference
+from marketplace.gateway.parse import FLEX, Inference
 from marketplace.gateway.prefixes import pack
 from marketplace.gateway.services import Services
 from marketplace.matching.rank import rank
 from marketplace.matching.types import Demand, OfferView, Ranked, Rates, Service
-from marketplace.metering.pricing import affordable_output, price, worst_case
+from marketplace.metering.pricing import BASIS_POINTS, affordable_output, price, worst_case
 from marketplace.metering.tokens import TokenCounts
 
 
@@ -64,6 +64,12 @@ class Measured:
         return affordable_output(rates, self.prompt_tokens, balance_nano) // self.choices
 
     @property
+    def service_tier(self) -> str | None:
+        """What the answer says of its tier; None where the client did not ask."""
+        asked = self.chat.service_tier
+        return "default" if asked == "auto" else asked
+
+    @property
     def offers(self) -> Sequence[OfferView]:
         """What is offered of the variant now; for answers that tell of all of it, not for picking."""
         return self.list_offers()
@@ -86,7 +92,7 @@ class Measured:
             ceiling=ceiling,
             organisation_id=organisation_id,
             excluded_nodes=excluded,
-            service=Service.INTERACTIVE,
+            service=Service.FLEX if self.chat.service_tier == FLEX else Service.INTERACTIVE,
             cached_tokens=cached_tokens,
             most_nano=most_nano,
             choices=self.choices,
@@ -156,6 +162,19 @@ def find_all(services: Services, demand: Demand, choice: Choice = ANY) -> Ranked
     return rank(offers, demand, services.rng, rules=services.fleet.rules, resting=resting)
 
 
+def dearest(services: Services, measured: Measured) -> Rates | None:
+    """The highest rates at which the variant is offered now, class by class: the ceiling of work that waits. None while
+    nobody offers it."""
+    offers = [offer.rates for offer in measured.offers if services.fleet.rules.allow_simulated or not offer.simulated]
+    if not offers:
+        return None
+    return Rates(
+        input=max(rates.input for rates in offers),
+        cached_input=max(rates.cached_input for rates in offers),
+        output=max(rates.output for rates in offers),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Purse:
     """What of the renter's own a quote depends on."""
@@ -167,14 +186,15 @@ class Purse:
     """By node: leading tokens of this prompt that it has read for this renter lately."""
 
 
-def quote(measured: Measured, ranked: Ranked, purse: Purse) -> dict[str, Any]:
+def quote(measured: Measured, ranked: Ranked, purse: Purse, basis_points: int = BASIS_POINTS) -> dict[str, Any]:
     """What POST /v1/quote answers: bounds over the offers that could run it now, or over all that are known, and what
-    is likely at the best of them."""
-    fitting = ranked.offers or measured.offers
+    is likely at the best of them, at so many hundredths of a percent of their asks."""
+    fitting = [replace(offer, rates=offer.rates.at_share(basis_points)) for offer in ranked.offers or measured.offers]
     prompt, output = measured.prompt_tokens, measured.max_output_tokens
     answer: dict[str, Any] = {
         "object": "quote",
         "model": measured.model,
+        "service_tier": measured.service_tier or "default",
         "prompt_tokens": prompt,
         "max_output_tokens": output,
         "max_output_is_default": not measured.client_bound,

@@ -31,6 +31,7 @@ from marketplace.gateway.prefixes import PrefixMemory
 from marketplace.gateway.pulse import Pulse
 from marketplace.gateway.schemas import SchemaChecker
 from marketplace.gateway.signatures import ReceiptSignatures
+from marketplace.gateway.waiting import WaitingClients
 from marketplace.jobs.hot import Refused
 from marketplace.jobs.states import Outcome
 from marketplace.jobs.writer import HotWriter
@@ -52,7 +53,7 @@ class Services:
     - `catalog` resolves models and counts tokens; `authenticator` and `limiter` decide who may ask, and how much;
     - `fleet` has the live view, the reservations, the links to nodes, and what feeds the pure matcher;
     - `writer` makes the four durable statements of the hot path; `session_factory` is for everything else, in threads;
-    - `pulse` keeps the leases of running attempts.
+    - `pulse` keeps the leases of running attempts, `waiting` those of clients that wait for their turn.
     """
 
     settings: Settings
@@ -66,6 +67,7 @@ class Services:
     cancels: EarlyCancels
     signatures: ReceiptSignatures
     pulse: Pulse
+    waiting: WaitingClients
     metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
     prefixes: PrefixMemory = field(default_factory=PrefixMemory)
     rng: Random = field(default_factory=Random)

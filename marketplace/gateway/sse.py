@@ -29,7 +29,7 @@ def one_line(encoded: bytes) -> bytes:
     return encoded
 
 
-def stream_head(completion_id: str, kind: str, created: int, model: str) -> bytes:
+def stream_head(completion_id: str, kind: str, created: int, model: str, service_tier: str | None = None) -> bytes:
     """The beginning that all chunks of one answer share."""
     return (
         b'data: {"id":'
@@ -40,6 +40,7 @@ def stream_head(completion_id: str, kind: str, created: int, model: str) -> byte
         + str(created).encode()
         + b',"model":'
         + json_text(model)
+        + (b',"service_tier":' + _encode(service_tier) if service_tier is not None else b"")
     )
 
 
@@ -58,8 +59,17 @@ class ChunkWriter:
 
     __slots__ = ("_check", "_role", "_start", "_tail", "_usage_head")
 
-    def __init__(self, *, completion_id: str, created: int, model: str, include_usage: bool, index: int = 0) -> None:
-        head = stream_head(completion_id, "chat.completion.chunk", created, model)
+    def __init__(
+        self,
+        *,
+        completion_id: str,
+        created: int,
+        model: str,
+        include_usage: bool,
+        index: int = 0,
+        service_tier: str | None = None,
+    ) -> None:
+        head = stream_head(completion_id, "chat.completion.chunk", created, model, service_tier)
         self._start = head + b',"choices":[{"index":%d,"delta":{' % index
         self._usage_head = head + b',"choices":[],"usage":'
         # With usage asked, every other chunk says null, as OpenAI's do.

@@ -41,17 +41,29 @@ class Surface:
     id_prefix: str
     parse: Callable[[bytes], Inference]
     writer: Callable[..., Writer]
-    """Called with completion_id, created, model, include_usage, index."""
+    """Called with completion_id, created, model, include_usage, index, service_tier."""
     whole: Callable[..., dict[str, Any]]
     """Called with completion_id, created, model, pieces, finish_reasons, usage."""
 
     def writers(
-        self, choices: int, *, completion_id: str, created: int, model: str, include_usage: bool
+        self,
+        choices: int,
+        *,
+        completion_id: str,
+        created: int,
+        model: str,
+        include_usage: bool,
+        service_tier: str | None = None,
     ) -> list[Writer]:
         """A writer for each choice of one streamed answer."""
         return [
             self.writer(
-                completion_id=completion_id, created=created, model=model, include_usage=include_usage, index=index
+                completion_id=completion_id,
+                created=created,
+                model=model,
+                include_usage=include_usage,
+                index=index,
+                service_tier=service_tier,
             )
             for index in range(choices)
         ]

@@ -26,6 +26,7 @@ from marketplace.metering.usage import MAX_ROWS, GroupBy, UsageRow, tokens_of, u
 
 MAX_DAYS: Final = 366
 DEFAULT_DAYS: Final = 30
+_TIERS: Final[dict[str, Literal["default", "flex"]]] = {"interactive": "default", "flex": "flex"}
 
 router = APIRouter(prefix="/v1/usage", tags=["usage"])
 
@@ -72,6 +73,8 @@ class RequestUsage(BaseModel):
     endpoint: str | None
     """Null while it runs."""
     model: str | None
+    service_tier: Literal["default", "flex"] | None
+    """Of a request whose client waited for its answer, else null."""
     status: Literal["queued", "running", "ended"]
     outcome: str | None
     """A row of the published table; null while it runs."""
@@ -180,6 +183,7 @@ def _request(services: Services, found: Trace) -> RequestUsage:
         request_id=found.request_id,
         endpoint=outcome.endpoint if outcome is not None else None,
         model=model_name(services, found.variant_id),
+        service_tier=_TIERS.get(job.kind) if job is not None else None,
         status=("queued" if job.state == "queued" else "running") if open_ and job is not None else "ended",
         outcome=outcome.outcome if outcome is not None else None,
         code=outcome.code if outcome is not None else None,

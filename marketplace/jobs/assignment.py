@@ -173,10 +173,10 @@ def _place(  # noqa: PLR0917 - one round's whole state
         offer_id=offer.offer_id,
         price_id=price_id,
         rates=rates,
-        gateway_id=offer.gateway_id,
+        gateway_id=job.gateway_id or offer.gateway_id,
         lease_s=matcher.lease_s,
     )
-    return Lease(job.job_id, lease), Placed(job.job_id, attempt_id, offer.offer_id, offer.gateway_id)
+    return Lease(job.job_id, lease), Placed(job.job_id, attempt_id, offer.offer_id, lease.gateway_id)
 
 
 def _pinned(session: Session, job: Waiting, offer: OfferView) -> tuple[int, Rates]:

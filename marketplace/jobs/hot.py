@@ -35,7 +35,7 @@ class Admit:
     credit_account_id: int
     request_id: str
     kind: str
-    """`interactive` or `queued`."""
+    """`interactive`, `queued` or `flex`."""
     variant_id: UUID
     body: str | None
     """JSON text, queued jobs only."""
@@ -52,6 +52,8 @@ class Admit:
     """Where it came in. None: `/v1/jobs` for a queued job, else `/v1/chat/completions`."""
     price_basis_points: int = 10_000
     """The share of a node's ask at which it runs. The ceiling is in this share already."""
+    client_lease_s: float | None = None
+    """Flex only: for how long the client counts as waiting, unless its gateway says so again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,7 +210,7 @@ def _after_loss(session: Session, row: IdempotentRequest, request_id: str) -> Cl
 
 
 def _forget_results(session: Session, request_ids: Sequence[str]) -> None:
-    jobs = update(Job).where(Job.request_id.in_(request_ids), Job.kind == "interactive")
+    jobs = update(Job).where(Job.request_id.in_(request_ids), Job.kind != "queued")
     session.execute(jobs.values(result=null()))
 
 
@@ -224,7 +224,7 @@ def _take_over(row: IdempotentRequest, request_id: str) -> Claimed:
 def _replay(session: Session, row: IdempotentRequest) -> Replay | None:
     if row.answer is not None and row.status is not None:
         return Replay(row.request_id, row.status, row.content_type or "application/json", bytes(row.answer))
-    result = session.scalar(select(Job.result).where(Job.request_id == row.request_id, Job.kind == "interactive"))
+    result = session.scalar(select(Job.result).where(Job.request_id == row.request_id, Job.kind != "queued"))
     if result is None:
         return None
     stored = msgspec.convert(result, StoredAnswer)
@@ -241,7 +241,7 @@ class _JobFacts:
 
 def _job(session: Session, request_id: str) -> _JobFacts | None:
     found = session.execute(
-        select(Job.id, Job.kind, Job.state, (Job.kind == "interactive") & Job.result.is_not(None)).where(
+        select(Job.id, Job.kind, Job.state, (Job.kind != "queued") & Job.result.is_not(None)).where(
             Job.request_id == request_id
         )
     ).one_or_none()

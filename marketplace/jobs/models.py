@@ -20,7 +20,7 @@ class Job(Base):
     __tablename__ = "jobs"
     __table_args__ = (
         CheckConstraint(f"state in {JOB_STATES}", name="state"),
-        CheckConstraint("kind in ('interactive','queued')", name="kind"),
+        CheckConstraint("kind in ('interactive','queued','flex')", name="kind"),
         CheckConstraint("price_basis_points between 1 and 10000", name="price_basis_points"),
         # Two orders over one queue, so that the head of each renter's line is found without reading the line.
         Index(
@@ -38,6 +38,11 @@ class Job(Base):
             postgresql_where=text("state = 'queued'"),
         ),
         Index("ix_jobs_open_deadline", "deadline_at", postgresql_where=text("state in ('queued','running')")),
+        Index(
+            "ix_jobs_client_until",
+            "client_until",
+            postgresql_where=text("state = 'queued' and client_until is not null"),
+        ),
         Index("ix_jobs_organisation_id_created_at", "organisation_id", "created_at"),
         Index(
             "ix_jobs_unerased",
@@ -51,10 +56,12 @@ class Job(Base):
     key_id: Mapped[UUID] = mapped_column(ForeignKey("api_keys.id"))
     request_id: Mapped[str] = mapped_column(unique=True)
     kind: Mapped[str]
+    """`interactive`: its client gets a slot at once or not at all; `flex`: its client waits for idle capacity, at the
+    gateway that `gateway_id` names; `queued`: nobody waits, its answer is stored."""
     state: Mapped[str]
     variant_id: Mapped[UUID] = mapped_column(ForeignKey("variants.id"))
     body: Mapped[dict[str, Any] | None]
-    """The chat body of a queued job. Interactive requests are never stored."""
+    """The chat body of a queued job. What a client waits for is never stored."""
     prompt_tokens: Mapped[int]
     max_output_tokens: Mapped[int]
     max_input_nano_usd_per_mtok: Mapped[int]
@@ -67,7 +74,9 @@ class Job(Base):
     """The share of a node's ask at which it runs; the ceiling is already in this share."""
     hold_nano: Mapped[int]
     gateway_id: Mapped[str | None]
-    """The gateway that holds the client of an interactive job."""
+    """The gateway that holds the client of an interactive or a flex job."""
+    client_until: Mapped[datetime | None]
+    """Until when a flex job's client counts as waiting; its gateway moves it on. Null: no client waits in the queue."""
     deadline_at: Mapped[datetime]
     cancel_requested_at: Mapped[datetime | None]
     preemptions: Mapped[int] = mapped_column(server_default="0")

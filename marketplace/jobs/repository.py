@@ -59,6 +59,8 @@ class Dispatch:
     """Negative once the lease is gone."""
     deadline_left_s: float
     cancel_requested: bool
+    client_left_s: float | None = None
+    """Of a flex job: for how long its client still counts as waiting, negative once it does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,18 @@ class Waiting:
     deadline_left_s: float
     choices: int = 1
     """Answers that are wanted, each of `max_output_tokens` at most."""
+    gateway_id: str | None = None
+    """Of a flex job: the gateway that holds its client and runs its attempts, whichever has the node's socket."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnd:
+    """How a job ended, as its row says."""
+
+    job_id: UUID
+    outcome: str
+    code: str
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +133,7 @@ def _dispatches() -> Select[Any]:
             Node.organisation_id.label("owner_organisation_id"),
             _seconds_until(Attempt.lease_expires_at).label("lease_left_s"),
             _seconds_until(Job.deadline_at).label("deadline_left_s"),
+            _seconds_until(Job.client_until).label("client_left_s"),
         )
         .join(Job, Job.id == Attempt.job_id)
         .join(Offer, Offer.id == Attempt.offer_id)
@@ -169,6 +184,7 @@ def _dispatch(row: Row[Any]) -> Dispatch:
         lease_left_s=float(row.lease_left_s),
         deadline_left_s=float(row.deadline_left_s),
         cancel_requested=job.cancel_requested_at is not None,
+        client_left_s=float(row.client_left_s) if row.client_left_s is not None else None,
     )
 
 
@@ -190,14 +206,15 @@ _RUNNABLE = """
       and o.cached * j.price_basis_points / 10000 <= j.max_cached_input_nano_usd_per_mtok
       and o.output * j.price_basis_points / 10000 <= j.max_output_nano_usd_per_mtok
       and o.context >= j.prompt_tokens + j.max_output_tokens
-      and (o.choices or not j.body ? 'n')
+      and (o.choices or not coalesce(j.body ? 'n', false))
 """
 """The offers, given as five arrays, that are within the price and the context of job `j`, and give as many answers."""
 
 _HEAD = """
     (select j.id, least(j.deadline_at, j.created_at + make_interval(secs => :patience_s)) as due_at from jobs j
      where j.state = 'queued' and j.variant_id = :variant_id and j.organisation_id = r.organisation_id
-       and j.cancel_requested_at is null and j.deadline_at > now() and exists ($runnable)
+       and j.cancel_requested_at is null and j.deadline_at > now()
+       and (j.client_until is null or j.client_until > now()) and exists ($runnable)
      order by $order limit :heads)
 """
 """The first of one renter's line by one order. The first n by deadline and the first n by arrival contain together the
@@ -215,7 +232,7 @@ _NEXT = """
     ), working as (
         select j.organisation_id, count(*) as jobs
         from attempts a join jobs j on j.id = a.job_id
-        where a.state = 'leased' and j.kind = 'queued' group by j.organisation_id
+        where a.state = 'leased' and j.kind <> 'interactive' group by j.organisation_id
     ), line as (
         select head.id, head.due_at,
                row_number() over (partition by r.organisation_id order by head.due_at, head.id)
@@ -293,7 +310,7 @@ def working(session: Session, variant_id: UUID) -> list[tuple[UUID, int, int]]:
     statement = (
         select(Job.organisation_id, func.sum(Job.prompt_tokens), outputs)
         .join(Attempt, Attempt.job_id == Job.id)
-        .where(Attempt.state == "leased", Job.kind == "queued", Job.variant_id == variant_id)
+        .where(Attempt.state == "leased", Job.kind != "interactive", Job.variant_id == variant_id)
         .group_by(Job.organisation_id)
     )
     return [(row[0], int(row[1]), int(row[2])) for row in session.execute(statement)]
@@ -347,6 +364,7 @@ def _waiting_columns() -> Any:
         Job.max_output_nano_usd_per_mtok,
         Job.price_basis_points,
         Job.cancel_requested_at,
+        Job.gateway_id,
         func.extract("epoch", func.now() - Job.created_at).label("waited_s"),
         _seconds_until(Job.deadline_at).label("deadline_left_s"),
     )
@@ -370,6 +388,7 @@ def _waiting(session: Session, statement: Any) -> list[Waiting]:
             cancel_requested=row.cancel_requested_at is not None,
             waited_s=float(row.waited_s),
             deadline_left_s=float(row.deadline_left_s),
+            gateway_id=row.gateway_id,
         )
         for row in session.execute(statement)
     ]
@@ -437,6 +456,34 @@ def forsaken_jobs(session: Session, *, grace_s: float, limit: int) -> list[UUID]
         .limit(limit)
     )
     return list(session.scalars(statement))
+
+
+def clientless_jobs(session: Session, *, limit: int) -> list[UUID]:
+    """Queued jobs whose client counted as waiting and does not any more: its gateway fell silent."""
+    statement = (
+        select(Job.id)
+        .where(Job.state == "queued", Job.client_until.is_not(None), Job.client_until <= func.now())
+        .order_by(Job.client_until)
+        .limit(limit)
+    )
+    return list(session.scalars(statement))
+
+
+# --- clients that wait at a gateway -------------------------------------------------------------------------------
+
+
+def keep_clients(session: Session, job_ids: Sequence[UUID], *, lease_s: float) -> list[JobEnd]:
+    """Say that the clients of these flex jobs still wait. Returns those of the jobs that have ended meanwhile."""
+    in_order = select(Job.id).where(Job.id.in_(job_ids), Job.outcome.is_(None)).order_by(Job.id)
+    open_ids = session.scalars(in_order.with_for_update(key_share=True)).all()
+    until = func.clock_timestamp() + timedelta(seconds=lease_s)
+    session.execute(
+        update(Job).where(Job.id.in_(open_ids)).values(client_until=until),
+        execution_options={"synchronize_session": False},
+    )
+    ended = select(Job.id, Job.outcome, Job.error_code, Job.error_message)
+    rows = session.execute(ended.where(Job.id.in_(job_ids), Job.outcome.is_not(None)))
+    return [JobEnd(row.id, row.outcome, row.error_code or row.outcome, row.error_message or "") for row in rows]
 
 
 _IS_JOB = and_(Job.kind == "queued", Job.endpoint == "/v1/jobs")

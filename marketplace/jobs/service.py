@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 from uuid import UUID
 
 from marketplace.core.database import SessionFactory
@@ -18,7 +18,7 @@ from marketplace.jobs.repository import JobView
 from marketplace.jobs.states import JobState, Outcome
 from marketplace.jobs.sweeping import close_waiting
 from marketplace.jobs.writer import HotWriter
-from marketplace.metering.pricing import Rates, affordable_output, worst_case
+from marketplace.metering.pricing import BASIS_POINTS, Rates, affordable_output, worst_case
 
 log = get_logger(__name__)
 MAX_TRIES: Final = 3
@@ -51,8 +51,8 @@ class Order:
     credit_account_id: int
     request_id: str
     variant_id: UUID
-    body: Callable[[int], bytes]
-    """JSON of the chat request that an engine gets, given its bound on output."""
+    body: Callable[[int], bytes] | None
+    """JSON of the chat request that an engine gets, given its bound on output. None: its client's gateway has it."""
     prompt_tokens: int
     max_output_tokens: int
     """Of each answer."""
@@ -62,6 +62,15 @@ class Order:
     deadline_s: float
     choices: int = 1
     """Answers that are wanted."""
+    kind: Literal["queued", "flex"] = "queued"
+    endpoint: str | None = None
+    """Where it came in; None: `/v1/jobs`."""
+    price_basis_points: int = BASIS_POINTS
+    """The share of a node's ask at which it runs; the ceiling is in this share."""
+    gateway_id: str | None = None
+    """The gateway that holds its client..."""
+    client_lease_s: float | None = None
+    """...and for how long the client counts as waiting, unless that gateway says so again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +122,20 @@ def _admission(order: Order, bound: int, hold_nano: int, hold_margin_s: float) -
         key_id=order.key_id,
         credit_account_id=order.credit_account_id,
         request_id=order.request_id,
-        kind="queued",
+        kind=order.kind,
         variant_id=order.variant_id,
-        body=order.body(bound).decode(),
+        body=order.body(bound).decode() if order.body is not None else None,
         prompt_tokens=order.prompt_tokens,
         max_output_tokens=bound,
         ceiling=order.ceiling,
         hold_nano=hold_nano,
         hold_margin_s=hold_margin_s,
-        gateway_id=None,
+        gateway_id=order.gateway_id,
         deadline_s=order.deadline_s,
         attempt=None,
+        endpoint=order.endpoint,
+        price_basis_points=order.price_basis_points,
+        client_lease_s=order.client_lease_s,
     )
 
 

@@ -40,7 +40,7 @@ def lost_leases(session: Session, *, fee_basis_points: int, limit: int) -> list[
     closes = []
     for attempt in lost:
         ending = endings.after_lost_lease(
-            queued=attempt.kind == "queued",
+            queued=_waits_on(attempt),
             accepted_tokens=attempt.accepted_tokens,
             history=tried.get(attempt.job_id, UNTRIED).history.with_lost_lease(),
             cancel_requested=attempt.cancel_requested,
@@ -60,6 +60,11 @@ def forsaken(session: Session, *, grace_s: float, limit: int) -> list[Close]:
     ended them before."""
     found = repository.forsaken_jobs(session, grace_s=grace_s, limit=limit)
     return [close_waiting(job_id, endings.forsaken()) for job_id in found]
+
+
+def clientless(session: Session, *, limit: int) -> list[Close]:
+    """Void flex jobs whose client is gone with its gateway."""
+    return [close_waiting(job_id, endings.forsaken()) for job_id in repository.clientless_jobs(session, limit=limit)]
 
 
 def unwanted_or_stuck(
@@ -84,6 +89,14 @@ def unwanted_or_stuck(
 def stuck_too_long(stuck: Iterable[tuple[UUID, Ending]], ages_s: dict[UUID, float]) -> list[Close]:
     """Of the jobs that are stuck, those that have been so for SETTLE_IN_S."""
     return [close_waiting(job_id, ending) for job_id, ending in stuck if ages_s.get(job_id, 0.0) >= SETTLE_IN_S]
+
+
+def _waits_on(attempt: Dispatch) -> bool:
+    """True if the job may wait for another attempt. The gateway that loses a flex job's attempt holds its client too:
+    either it never heard of the attempt, and still says that the client waits, or both are gone."""
+    if attempt.kind != "flex":
+        return attempt.kind == "queued"
+    return attempt.accepted_tokens == 0 and (attempt.client_left_s or 0.0) > 0
 
 
 def close_waiting(job_id: UUID, ending: Ending) -> Close:

@@ -166,6 +166,7 @@ def sweep(factory: SessionFactory, client: redis.Redis, settings: Settings) -> i
     finders: tuple[Finder, ...] = (
         lambda session: sweeping.lost_leases(session, fee_basis_points=settings.fee_basis_points, limit=SWEEP_BATCH),
         lambda session: sweeping.overdue(session, limit=SWEEP_BATCH),
+        lambda session: sweeping.clientless(session, limit=SWEEP_BATCH),
         lambda session: sweeping.forsaken(session, grace_s=settings.lease_s, limit=SWEEP_BATCH),
     )
     ended = sum(_sweep_all(factory, find) for find in finders)

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from marketplace.core.errors import FallowError
-from marketplace.gateway.parse import Inference, InvalidBody, decode_strict
+from marketplace.gateway.parse import FLEX, Inference, InvalidBody, decode_strict
 from marketplace.gateway.surface import SURFACES
 
 MAX_LINES: Final = 50_000
@@ -118,8 +118,8 @@ def parse_request(body: bytes, endpoint: str) -> Inference:
         raise InvalidBody("The answers of a batch are fetched, not streamed: leave `stream` out.", param="stream")
     if request.provider is not None:
         raise InvalidBody("A batch runs wherever it costs least: its lines take no `provider`.", param="provider")
-    if request.provider is not None:
-        raise InvalidBody("A batch runs wherever it costs least: it takes no `provider`.", param="provider")
+    if request.service_tier == FLEX:
+        raise InvalidBody("A batch has its own price: leave `service_tier` out.", param="service_tier")
     return request
 
 
