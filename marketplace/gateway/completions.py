@@ -171,7 +171,7 @@ def text_completion(
     created: int,
     model: str,
     pieces: Sequence[Tokens],
-    finish_reasons: Sequence[str],
+    finish_reasons: Sequence[str | None],
     usage: dict[str, Any],
 ) -> dict[str, Any]:
     """A whole text completion, as an answer that is not streamed; a finish reason a choice. Raises BadExtraError."""

@@ -277,7 +277,7 @@ async def turn_away(services: Services, dispatch: Dispatch) -> None:
 
 
 def _only_choices(choices: int) -> Callable[[int], bytes] | None:
-    """What the queue must know of the body, where it says anything: how many answers are wanted. The text stays here."""
+    """What the queue must know of the body: how many answers are wanted, if not one. The text stays here."""
     return (lambda bound: b'{"n":%d}' % choices) if choices > 1 else None
 
 

@@ -208,8 +208,8 @@ class QueueRunner:
                 created=created,
                 model=model,
                 pieces=pieces,
-                # What was paid for although it was cut is kept, and reads as cut.
-                finish_reasons=reasons or ("length",) * run.choices,
+                # What was paid for although it was cut is kept, and reads as cut: by its time, or by its renter.
+                finish_reasons=reasons or ("length" if run.ending is Ending.DEADLINE else None,) * run.choices,
                 usage=usage_object(tokens, priced),
             )
             put_checks(answer, checked)

@@ -53,6 +53,25 @@ class TestGivingWay:
 
         asyncio.run(story())
 
+    def test_spares_what_somebody_has_read(self) -> None:
+        async def story() -> None:
+            world = World()
+            attempt, read = uuid4(), False
+            world.flex.began(
+                attempt,
+                uuid4(),
+                OFFER,
+                60.0,
+                lambda ending: world.flex.ended(attempt),
+                may_stop=lambda: not read,
+            )
+            read = True
+            assert not await self.make_room(world)
+            read = False
+            assert await self.make_room(world)
+
+        asyncio.run(story())
+
     def test_asks_the_same_job_only_so_often(self) -> None:
         async def story() -> None:
             world, job_id = World(), uuid4()

@@ -135,7 +135,7 @@ class TestWhatIsRefused:
             ({"stop": [""]}, "stop[0]"),
             ({"stream": "yes"}, "stream"),
             ({"store": True}, "store"),
-            ({"service_tier": "flex"}, "service_tier"),
+            ({"service_tier": "priority"}, "service_tier"),
             ({"tool_choice": "required"}, "tool_choice"),
             ({"response_format": {"type": "xml"}}, "response_format.type"),
             ({"seed": 2**63}, "seed"),
