@@ -24,7 +24,8 @@ MOST_COUNTED: Final = 100_000
 _QUEUE: Final = text("""
     select count(*) filter (where state = 'queued') as queued, count(*) filter (where state = 'running') as running,
            coalesce(extract(epoch from now() - min(created_at) filter (where state = 'queued')), 0) as oldest_s
-    from (select state, created_at from jobs where state in ('queued', 'running') and kind <> 'interactive' limit :most) open
+    from (select state, created_at from jobs
+          where state in ('queued', 'running') and kind <> 'interactive' limit :most) open
 """)
 _UNSETTLED: Final = text("select count(*) from (select 1 from receipts where journal_id is null limit :most) open")
 _OUTBOX: Final = text("select count(*) from (select 1 from outbox limit :most) waiting")

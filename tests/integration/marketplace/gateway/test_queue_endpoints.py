@@ -142,6 +142,7 @@ def door(settings: Settings, session_factory: SessionFactory) -> Iterator[Door]:
         cancels=None,  # type: ignore[arg-type]
         signatures=None,  # type: ignore[arg-type]
         pulse=None,  # type: ignore[arg-type]
+        waiting=None,  # type: ignore[arg-type]
         pump=SimpleNamespace(wake=lambda: woken.append(True)),  # type: ignore[arg-type]
     )
     api = make_api(services, (queue_endpoints.router,))
