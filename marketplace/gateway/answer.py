@@ -165,7 +165,7 @@ def completion(
     }
 
 
-def _choice_object(index: int, pieces: Sequence[Tokens], finish_reason: str) -> dict[str, Any]:
+def _choice_object(index: int, pieces: Sequence[Tokens], finish_reason: str | None) -> dict[str, Any]:
     message, logprobs = message_of(pieces)
     return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
 

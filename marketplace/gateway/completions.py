@@ -190,7 +190,7 @@ def text_completion(
     }
 
 
-def _choice_object(index: int, pieces: Sequence[Tokens], finish_reason: str) -> dict[str, Any]:
+def _choice_object(index: int, pieces: Sequence[Tokens], finish_reason: str | None) -> dict[str, Any]:
     texts = gather(pieces)
     found = [read_extra(piece.extra).logprobs for piece in pieces if piece.extra]
     logprobs, _ = legacy_logprobs([one for one in found if one is not None], 0)

@@ -78,6 +78,11 @@ async def waiting(market: World, jobs: int = 1) -> None:
     await until(lambda: [job.state for job in market.books.jobs()].count("queued") == jobs)
 
 
+async def waiting_or_more(market: World) -> None:
+    """Until a job is written."""
+    await until(lambda: bool(market.books.jobs()))
+
+
 async def ask(market: World, renter: Renter, body: dict[str, Any] = FLEX, **sent: Any) -> Any:
     return await market.call("POST", URL, renter, json=body, **sent)
 
@@ -116,6 +121,21 @@ class TestTheAnswer:
                 assert shown.json["usage"]["cost"] == done.usage.cost  # type: ignore[union-attr]
                 assert market.books.endpoints() == [URL, URL, URL, "/v1/completions"]
                 assert market.books.broken_rules() == []
+
+        asyncio.run(story())
+
+    def test_may_be_several(self, settings: Settings, session_factory: SessionFactory) -> None:
+        renter = add_renter(session_factory)
+
+        async def story() -> None:
+            async with world(settings, session_factory) as market, queue(market):
+                await market.connect(answers)
+                call = asyncio.create_task(ask(market, renter, {**FLEX, "n": 2, "max_tokens": 5}))
+                await waiting_or_more(market)
+                job = market.books.jobs()[0]
+                assert job.body == {"n": 2}
+                call.cancel()
+                await until(lambda: market.books.jobs()[0].outcome is not None)
 
         asyncio.run(story())
 
