@@ -81,6 +81,12 @@ class Message(_Strict, frozen=True):
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
     tool_call_id: ShortText | None = None
     refusal: str | None = None
+    reasoning_content: str | None = None
+    """Of an answer that is sent back: the template decides whether the model sees it again."""
+    # Members of answers, which clients send back as they came; there is nothing in them here.
+    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
 
 
 class Function(_Strict, frozen=True):
@@ -189,6 +195,15 @@ class ChatBody(_Strict, frozen=True):
     modalities: Annotated[list[Literal["text"]], Meta(max_length=1)] | None = None
     store: Literal[False] | None = None
     provider: ProviderBody | None = None
+    # Fields of OpenAI's that are not taken here: some clients name them all, and null asks for nothing.
+    audio: None = None
+    function_call: None = None
+    functions: None = None
+    prediction: None = None
+    prompt_cache_retention: None = None
+    reasoning_effort: None = None
+    verbosity: None = None
+    web_search_options: None = None
 
 
 ENGINE_FIELDS: Final = (
@@ -419,6 +434,7 @@ def _holds_nul(value: Any) -> bool:
     return False
 
 
+_NOT_TAKEN: Final = "`{}` is not a field that is taken here."
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*?)`", re.DOTALL)
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
@@ -429,13 +445,12 @@ def _explain(message: str) -> InvalidBody:
     found = _PATH.search(message)
     path = found.group(1) if found else ""
     text = message[: found.start()] if found else message
-    for pattern, sentence in (
-        (_UNKNOWN, "`{}` is not a field that is taken here."),
-        (_MISSING, "`{}` is missing."),
-    ):
+    for pattern, sentence in ((_UNKNOWN, _NOT_TAKEN), (_MISSING, "`{}` is missing.")):
         if named := pattern.match(message):
             field = f"{path}.{named.group(1)}" if path else named.group(1)
             return InvalidBody(sentence.format(field[:160]), param=field[:160])
+    if text.startswith("Expected `null`, got"):
+        return InvalidBody(_NOT_TAKEN.format(path[:160]), param=path[:160])
     return InvalidBody(f"`{path[:160]}`: {text}." if path else f"{text}.", param=path[:160] or None)
 
 
@@ -444,6 +459,9 @@ def _check_message(message: Message, path: str) -> None:
         raise InvalidBody(f"`{path}.tool_call_id` is missing.", param=f"{path}.tool_call_id")
     if message.tool_calls and message.role != "assistant":
         raise InvalidBody(f"`{path}.tool_calls` belongs to an assistant message.", param=f"{path}.tool_calls")
+    if message.reasoning_content is not None and message.role != "assistant":
+        field = f"{path}.reasoning_content"
+        raise InvalidBody(f"`{field}` belongs to an assistant message.", param=field)
     if message.content is None and not (message.role == "assistant" and (message.tool_calls or message.refusal)):
         raise InvalidBody(f"`{path}.content` is missing.", param=f"{path}.content")
 
@@ -466,6 +484,8 @@ def _plain_message(message: Message) -> dict[str, Any]:
             {"id": call.id, "type": "function", "function": msgspec.to_builtins(call.function)}
             for call in message.tool_calls
         ]
+    if message.reasoning_content is not None:
+        plain["reasoning_content"] = message.reasoning_content
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
     return plain

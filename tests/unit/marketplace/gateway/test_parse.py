@@ -63,6 +63,18 @@ class TestWhatPasses:
         )
         assert (chat.options, chat.max_tokens, chat.stream) == ({}, None, False)
 
+    def test_null_asks_for_nothing_also_in_fields_that_are_not_taken(self) -> None:
+        unset = ("reasoning_effort", "functions", "function_call", "verbosity", "prediction", "audio")
+        assert parse_chat(body(**dict.fromkeys(unset))) == parse_chat(body())
+        for name in unset:
+            assert "not a field that is taken here" in refusal(body(**{name: "low"})).message
+
+    def test_an_answer_comes_back_as_it_went_out(self) -> None:
+        answer = {"role": "assistant", "content": "yes", "refusal": None, "reasoning_content": "hm"}
+        elsewhere = {"annotations": [], "audio": None, "function_call": None, "tool_calls": None}
+        chat = parse_chat(body(messages=[USER, {**answer, **elsewhere}, USER]))
+        assert chat.messages[1] == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
+
     def test_parts_are_joined_and_developers_are_the_system(self) -> None:
         parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
         chat = parse_chat(body(messages=[{"role": "developer", "content": parts}, USER]))
