@@ -80,6 +80,11 @@ class Services:
     schemas: SchemaChecker = field(default_factory=SchemaChecker)
     draining: bool = False
     _background: set[asyncio.Task[None]] = field(default_factory=set)
+    _cache_scope_key: bytes = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        secret = self.settings.cluster_secret.get_secret_value().encode()
+        self._cache_scope_key = hashlib.sha256(b"fallow-cache-scope\0" + secret).digest()
 
     async def authenticate(self, scope: Scope) -> Principal:
         """Who asks, by the key and by where it comes from. Raises Unauthenticated and AddressNotAllowed."""
@@ -130,9 +135,8 @@ class Services:
 
     def cache_scope(self, organisation_id: UUID, node_id: UUID) -> str:
         """An opaque name for one renter at one node: stable over gateways, and not comparable between nodes."""
-        secret = self.settings.cluster_secret.get_secret_value().encode()
-        key = hashlib.sha256(b"fallow-cache-scope\0" + secret).digest()
-        return hashlib.blake2b(organisation_id.bytes + node_id.bytes, key=key, digest_size=12).hexdigest()
+        named = organisation_id.bytes + node_id.bytes
+        return hashlib.blake2b(named, key=self._cache_scope_key, digest_size=12).hexdigest()
 
     async def record_refusal(
         self, *, request_id: str, organisation_id: UUID, endpoint: str, outcome: Outcome, code: str

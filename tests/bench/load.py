@@ -79,7 +79,7 @@ class Client(asyncio.Protocol):
 
 
 async def run(told: dict[str, Any]) -> dict[str, Any]:
-    """Keep `connections` requests in the air for `seconds`, at most `count` each."""
+    """Keep `connections` requests in the air for `seconds`, at most `count` each; they begin evenly over `spread_s`."""
     body = json.dumps(told["body"]).encode()
     request = (
         f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {told['key']}\r\n"
@@ -88,11 +88,14 @@ async def run(told: dict[str, Any]) -> dict[str, Any]:
     until = time.monotonic() + told["seconds"]
     loop = asyncio.get_running_loop()
     clients: list[Client] = []
+    pause_s = told.get("spread_s", 0.0) / told["connections"]
     for _ in range(told["connections"]):
         _, client = await loop.create_connection(
             lambda: Client(request, until, told.get("count", -1)), "127.0.0.1", told["port"]
         )
         clients.append(client)
+        if pause_s:
+            await asyncio.sleep(pause_s)
     await asyncio.gather(*[client.done for client in clients])
     return {
         "requests": sum(client.requests for client in clients),

@@ -37,6 +37,7 @@ from agent.protocol import (
     UsageReport,
     Welcome,
 )
+from tests.bench.engine import first_after_s
 
 TICK_S = 0.002
 WORD = " word"
@@ -63,6 +64,8 @@ class Options:
     slots: int
     context: int
     sha256: str
+    first_s: float = 0.0
+    """The mean time to an answer's first chunk."""
 
 
 class StandIn:
@@ -96,7 +99,8 @@ class StandIn:
                     out += [self._inventory(), self._telemetry()]
                 case Run():
                     out.append(Accepted(frame.attempt, frame.epoch))
-                    stream = Stream(frame, frame.max_output_tokens, time.monotonic(), self._options.rate)
+                    begins = time.monotonic() + first_after_s(self._options.first_s)
+                    stream = Stream(frame, frame.max_output_tokens, begins, self._options.rate)
                     self._streams[frame.attempt] = stream
                     out += self._due(stream, time.monotonic())
                 case Cancel():
@@ -122,7 +126,7 @@ class StandIn:
                 await socket.send_bytes(protocol.encode(out))
 
     def _due(self, stream: Stream, now: float) -> list[Any]:
-        if stream.sent >= stream.limit:
+        if stream.sent >= stream.limit or now < stream.started:
             return []
         due = stream.limit if stream.rate == 0 else min(stream.limit, 1 + int((now - stream.started) * stream.rate))
         run = stream.run
