@@ -19,7 +19,12 @@ _LAST_SEED: Final = 2**63 - 1
 def request_for(work: StartWork, body: Mapping[str, object], choice: int, left_s: float) -> EngineRequest:
     """What the engine is asked for one choice; `left_s` is what is left of the attempt's time."""
     return EngineRequest(
-        seeded(body, choice), work.max_output_tokens, work.cache_scope, max(left_s, 0.0), work.prompt_tokens
+        seeded(body, choice),
+        work.max_output_tokens,
+        work.cache_scope,
+        max(left_s, 0.0),
+        work.prompt_tokens,
+        work.traceparent,
     )
 
 

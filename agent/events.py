@@ -209,6 +209,7 @@ class StartWork:
     timeout_s: float
     prompt_tokens: int = 0
     choices: int = 1
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -279,6 +279,8 @@ class Run(Frame, frozen=True, array_like=True, tag="run"):
     choices: int = 1
     """Answers that are wanted, made one after the other in one slot, each of `max_output_tokens` at most. More than one
     only for an agent whose Hello says `choices`."""
+    traceparent: str = ""
+    """Of W3C's trace context, for an engine that makes spans of its own. Empty: the request is not traced."""
 
 
 class Renew(Frame, frozen=True, array_like=True, tag="renew"):

@@ -307,6 +307,7 @@ class AgentState:
                 timeout_s=deadline_s + TIMEOUT_MARGIN_S,
                 prompt_tokens=frame.prompt_tokens,
                 choices=min(frame.choices, MAX_CHOICES),
+                traceparent=frame.traceparent,
             )
         )
 

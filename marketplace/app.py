@@ -19,6 +19,7 @@ from marketplace.core.database import make_engine, make_session_factory
 from marketplace.core.logs import get_logger
 from marketplace.core.pump import OutboxPump
 from marketplace.core.settings import Settings
+from marketplace.core.tracing import make_tracing
 from marketplace.core.valkey import ValkeyPipe, connect_async
 from marketplace.finance import endpoints as finance_endpoints
 from marketplace.fleet.service import Fleet
@@ -38,6 +39,7 @@ from marketplace.gateway.queue_runner import QueueRunner
 from marketplace.gateway.services import Services
 from marketplace.gateway.signatures import ReceiptSignatures
 from marketplace.gateway.surface import SURFACES
+from marketplace.gateway.traces import Traces
 from marketplace.gateway.waiting import WaitingClients
 from marketplace.jobs.sweeping import BATCHES_ENDPOINT, JOBS_ENDPOINT
 from marketplace.jobs.writer import HotWriter
@@ -57,6 +59,7 @@ def create_app(settings: Settings) -> Gateway:
     catalog = Catalog(session_factory)
     fleet = Fleet(settings, session_factory, catalog, pipe)
     writer = HotWriter(settings.database_url)
+    tracing = make_tracing(settings, "fallow-gateway")
     services = Services(
         settings=settings,
         session_factory=session_factory,
@@ -77,6 +80,7 @@ def create_app(settings: Settings) -> Gateway:
         ),
         pump=OutboxPump(session_factory, sender(make_celery(settings))),
         notes=DemandNotes(session_factory, settings.cluster_secret.get_secret_value().encode()),
+        traces=Traces(tracing, settings, session_factory) if tracing is not None else None,
     )
     return Gateway(services, make_payments(settings, session_factory))
 
@@ -143,6 +147,8 @@ class Gateway:
             services.pump.start()
         if services.notes is not None:
             services.notes.start()
+        if services.traces is not None:
+            services.traces.start()
         self._queue = QueueRunner(services)
         self._queue.start()
         log.info("gateway_started", gateway=services.settings.gateway_id, models=len(services.catalog.all()))
@@ -174,6 +180,8 @@ class Gateway:
         await services.pulse.stop()
         if services.notes is not None:
             await services.notes.stop()
+        if services.traces is not None:
+            await services.traces.stop()
         await services.fleet.stop()
         await services.limiter.close()
         await services.catalog.stop()

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from celery import Celery, signals
 
-from marketplace.core import logs
+from marketplace.core import logs, process
 from marketplace.core.celery import NUDGE_LIFE_S, QUEUES, make_celery
 from marketplace.core.settings import Settings, get_settings
 
@@ -68,6 +68,7 @@ def make_worker(settings: Settings) -> Celery:
 def _process_app() -> Celery:
     settings = get_settings()
     signals.setup_logging.connect(_configure_logs, weak=False)
+    signals.worker_process_shutdown.connect(_end_traces, weak=False)
     app = make_worker(settings)
     app.set_default()
     return app
@@ -78,6 +79,13 @@ def _configure_logs(**_: Any) -> None:
     logs.configure(settings.log_format, settings.log_level)
     for name in QUIET_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _end_traces(**_: Any) -> None:
+    """A child of the worker ends: what waits for the collector is sent."""
+    tracing = process.tracing()
+    if tracing is not None:
+        tracing.close()
 
 
 def __getattr__(name: str) -> Celery:

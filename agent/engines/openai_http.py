@@ -167,7 +167,7 @@ class HttpEngine:
             name = secrets.token_hex(16) if self._dialect.abort_field else ""
             named = {**extra, self._dialect.abort_field: name} if name else extra
             body = build_body(request, self._dialect, self._model, named)
-            response = await self._post(path_of(request), body, deadline)
+            response = await self._post(path_of(request), body, deadline, request.traceparent)
             self._streams += 1
             complete = False
             try:
@@ -202,8 +202,10 @@ class HttpEngine:
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
-    async def _post(self, path: str, body: bytes, deadline: float) -> aiohttp.ClientResponse:
+    async def _post(self, path: str, body: bytes, deadline: float, traceparent: str) -> aiohttp.ClientResponse:
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+        if traceparent:
+            headers["traceparent"] = traceparent
         try:
             async with self._bounded(deadline):
                 response = await self._http().post(path, data=body, headers=headers)

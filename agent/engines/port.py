@@ -20,6 +20,8 @@ class EngineRequest:
     timeout_s: float
     prompt_tokens: int = 0
     """As the gateway counted them; 0: not told."""
+    traceparent: str = ""
+    """For an engine that makes spans of its own; empty: not traced."""
 
 
 @dataclass(frozen=True, slots=True)

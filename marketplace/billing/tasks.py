@@ -12,6 +12,8 @@ import ledger
 from marketplace.billing import checks, driving, inbox, payouts, reconciliation, runs, service, topups
 from marketplace.billing.payments.factory import claim_books, make_payments
 from marketplace.billing.payments.port import PaymentError, Payments
+from marketplace.billing.traces import show_settled
+from marketplace.core import process
 from marketplace.core.clock import utcnow
 from marketplace.core.database import transaction
 from marketplace.core.logs import get_logger
@@ -50,6 +52,9 @@ def settle() -> int:
     while True:
         with transaction(session_factory()) as session:
             batch = service.settle(session, limit)
+        tracing = process.tracing()
+        if tracing is not None and batch.journal_id is not None:
+            show_settled(session_factory(), tracing, batch.journal_id, batch.count)
         total += batch.count
         if batch.count < limit or time.monotonic() > stop_at_s:
             break

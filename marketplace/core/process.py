@@ -17,6 +17,7 @@ from marketplace.core import valkey
 from marketplace.core.database import SessionFactory, make_engine, make_session_factory, transaction
 from marketplace.core.errors import FallowError
 from marketplace.core.settings import get_settings
+from marketplace.core.tracing import Tracing, make_tracing
 
 
 @lru_cache
@@ -29,6 +30,12 @@ def session_factory() -> SessionFactory:
 def valkey_client() -> redis.Redis:
     """This process's synchronous Valkey client."""
     return valkey.connect(get_settings().valkey_url)
+
+
+@lru_cache
+def tracing() -> Tracing | None:
+    """This process's traces; None where there is no collector."""
+    return make_tracing(get_settings(), "fallow-worker")
 
 
 @contextmanager

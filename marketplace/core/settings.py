@@ -54,6 +54,13 @@ class Settings(BaseSettings):
     log_format: str = "console"
     """`console` or `json`."""
     log_level: str = "INFO"
+    otlp_endpoint: Annotated[
+        str,
+        Field(validation_alias=AliasChoices("FALLOW_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT", "otlp_endpoint")),
+    ] = ""
+    """Base URL of an OTLP/HTTP collector, such as `http://127.0.0.1:4318`. Empty: no traces are made."""
+    trace_ratio: float = Field(default=1.0, ge=0, le=1)
+    """The share of requests that are traced where the client has not decided that itself."""
 
     fee_basis_points: int = Field(default=2_000, ge=0, le=10_000)
     """The platform's share of what a renter pays, in 1/100 of a percent."""

@@ -10,6 +10,7 @@ from marketplace.accounts.auth import Principal
 from marketplace.accounts.limits import LimitState
 from marketplace.core.errors import FallowError, PaymentRequired, RateLimited
 from marketplace.core.logs import get_logger
+from marketplace.core.tracing import Span, step
 from marketplace.gateway.failures import NoCapacity
 from marketplace.gateway.flex import Flex, wait_of
 from marketplace.gateway.http import (
@@ -27,7 +28,7 @@ from marketplace.gateway.interactive import Caller, Interactive
 from marketplace.gateway.outcomes import Ending
 from marketplace.gateway.outlets import JsonOutlet, StreamOutlet, abort_connection
 from marketplace.gateway.parse import FLEX, OFFLOAD_BYTES, Inference
-from marketplace.gateway.quote import ContextLengthExceeded, Measured, measure, take_tokens
+from marketplace.gateway.quote import ContextLengthExceeded, Measured, asked, measure, take_tokens
 from marketplace.gateway.services import Services
 from marketplace.gateway.surface import Surface
 from marketplace.jobs.states import Outcome
@@ -52,6 +53,7 @@ class _Exchange:
     """How long its client is willing to wait, if the request is flex."""
     interactive: Interactive | None = None
     outlet: StreamOutlet | JsonOutlet | None = None
+    span: Span | None = None
 
     @property
     def admitted(self) -> bool:
@@ -82,6 +84,17 @@ class ChatApp:
             headers=[(b"x-request-id", request_id.encode())],
             keep_answer=bool(state.get("idempotent")),
         )
+        traces = self._services.traces
+        if traces is None:
+            await self._exchange(scope, exchange)
+            return
+        span = exchange.span = traces.request(scope, request_id)
+        try:
+            await self._exchange(scope, exchange)
+        finally:
+            span.end()
+
+    async def _exchange(self, scope: Scope, exchange: _Exchange) -> None:
         try:
             await self._serve(scope, exchange)
         except ClientGoneError:
@@ -90,7 +103,7 @@ class ChatApp:
             await self._refuse(exchange, error)
         except Exception:
             # The edge: whatever broke, the client gets an answer, and the request its outcome.
-            log.exception("chat_failed", request_id=request_id)
+            log.exception("chat_failed", request_id=exchange.request_id)
             await self._refuse(exchange, FallowError("Something broke on our side. Nothing was charged."))
 
     async def _serve(self, scope: Scope, exchange: _Exchange) -> None:
@@ -118,15 +131,19 @@ class ChatApp:
         exchange.headers += _encoded(limits)
         if chat.answer_schema is not None:
             await services.schemas.require_schema(chat.answer_schema)
+        span = exchange.span
         try:
-            measured = await measure(services, chat, principal)
+            with step(span, "measure"):
+                measured = await measure(services, chat, principal)
         except ContextLengthExceeded as error:
             self._note_unmet(error)
             raise
+        if span is not None:
+            span.set(asked(measured))
         if principal.tokens_per_minute is not None:
             await take_tokens(services, principal, limits, measured)
             exchange.headers[own:] = _encoded(limits)
-        caller = Caller.now(principal, exchange.request_id, exchange.arrived_at, exchange.keep_answer)
+        caller = Caller.now(principal, exchange.request_id, exchange.arrived_at, exchange.keep_answer, span)
         outlet = exchange.outlet = self._outlet(exchange, caller, measured)
         interactive = exchange.interactive = (
             Flex(services, caller, measured, outlet, self._surface, exchange.wait_s)
@@ -199,6 +216,9 @@ class ChatApp:
 
     async def _refuse(self, exchange: _Exchange, error: FallowError) -> None:
         self._services.metrics.http_errors.labels(error.code).inc()
+        if exchange.span is not None:
+            exchange.span.set({"http.response.status_code": error.status})
+            exchange.span.fail(error.code)
         if exchange.parsed and not exchange.admitted and exchange.principal is not None:
             try:
                 await self._services.record_refusal(

@@ -17,8 +17,9 @@ from agent.protocol import Cancel, Failed, Finished, ReportAck, Run, Tokens, Voi
 from marketplace.catalog.service import VariantView
 from marketplace.core.errors import FallowError, Unavailable
 from marketplace.core.logs import get_logger
+from marketplace.core.tracing import Span, step
 from marketplace.fleet.links import NodeFrame, NodeUnreachable
-from marketplace.gateway import receipts
+from marketplace.gateway import receipts, traces
 from marketplace.gateway.attempt import AttemptRun
 from marketplace.gateway.confirm import was_written
 from marketplace.gateway.failures import CANCEL_REASONS
@@ -69,6 +70,8 @@ class Work:
     """True: an answer that its deadline cuts is worth nothing to the renter, and costs nothing."""
     choices: int = 1
     """Answers that are wanted, each of `max_output_tokens` at most."""
+    span: Span | None = None
+    """What its attempts and its receipt are parts of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,7 @@ class Execution:
         self.work = work
         self.outlet = outlet
         self.run: AttemptRun | None = None
+        self._attempt: traces.AttemptSpan | None = None
         self._stopped: Ending | None = None
 
     def stop(self, ending: Ending) -> None:
@@ -117,6 +121,8 @@ class Execution:
         run = AttemptRun(offer, attempt_id.bytes, epoch, self.work.max_output_tokens, self.work.choices)
         run.lease_until = asyncio.get_running_loop().time() + self._services.settings.lease_s
         self.run = run
+        if self.work.span is not None:
+            self._attempt = traces.AttemptSpan(self.work.span, offer, epoch)
         if self._stopped is None:
             self._start(run, attempt_id)
         else:
@@ -143,6 +149,7 @@ class Execution:
             cache_scope=self._services.cache_scope(work.organisation_id, offer.node_id),
             device_id=offer.device_id,
             choices=work.choices,
+            traceparent=self._attempt.traceparent if self._attempt is not None else "",
         )
         try:
             self._services.fleet.links.open(offer, attempt_id, run)
@@ -204,9 +211,10 @@ class Execution:
             ruling = verdict(run.ending, started=started, accepted=run.token_count > 0, prefill_due=prefill_due)
             if ruling.payer is Payer.PLATFORM:
                 pieces = run.pieces
-            settled = await self._settle(run, ruling, pieces)
-            signature = await self._signature(run) if settled.priced is not None else None
-            await self._write(self._close_of(run, ruling, settled, signature, result))
+            with step(self.work.span, "receipt"):
+                settled = await self._settle(run, ruling, pieces)
+                signature = await self._signature(run) if settled.priced is not None else None
+                await self._write(self._close_of(run, ruling, settled, signature, result))
         finally:
             await self.let_go(run)
         self._remember_prefix(run, settled)
@@ -397,6 +405,9 @@ class Execution:
         attempt_id = UUID(bytes=run.attempt_id)
         if run.ending is not None:
             self._services.metrics.attempts.labels(run.ending.value).inc()
+        if self._attempt is not None:
+            self._attempt.end(run)
+            self._attempt = None
         if run.report is not None:
             self._send(run, ReportAck(run.attempt_id, run.epoch))
         self._services.fleet.links.close(attempt_id)
@@ -416,6 +427,15 @@ class Execution:
             )
 
     def _count(self, run: AttemptRun, settled: Settled) -> None:
+        if self.work.span is not None:
+            traces.answered(
+                self.work.span,
+                settled.outcome,
+                model=self.work.variant.model_id,
+                finish_reasons=settled.finish_reasons,
+                tokens=settled.tokens,
+                priced=settled.priced is not None,
+            )
         metrics = self._services.metrics
         metrics.outcomes.labels(self.work.endpoint, settled.outcome.value).inc()
         if settled.priced is None:

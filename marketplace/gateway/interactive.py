@@ -14,8 +14,9 @@ from uuid import UUID
 
 from agent.protocol import Tokens
 from marketplace.accounts.auth import Principal
-from marketplace.core.ids import new_id
+from marketplace.core.ids import new_id, show
 from marketplace.core.logs import get_logger
+from marketplace.core.tracing import Span, step
 from marketplace.gateway import kept
 from marketplace.gateway.answer import usage_object
 from marketplace.gateway.attempt import AttemptRun
@@ -56,10 +57,18 @@ class Caller:
     """Unix seconds."""
     keep_answer: bool = False
     """What is charged is stored with its receipt, to be given again."""
+    span: Span | None = None
 
     @classmethod
-    def now(cls, principal: Principal, request_id: str, arrived_at: float, keep_answer: bool = False) -> Caller:
-        return cls(principal, request_id, arrived_at, int(time.time()), keep_answer)
+    def now(
+        cls,
+        principal: Principal,
+        request_id: str,
+        arrived_at: float,
+        keep_answer: bool = False,
+        span: Span | None = None,
+    ) -> Caller:
+        return cls(principal, request_id, arrived_at, int(time.time()), keep_answer, span)
 
 
 @dataclass(slots=True)
@@ -109,6 +118,10 @@ class Interactive:
         self._gone: Ending | None = None
 
     @property
+    def _answer_id(self) -> str:
+        return self._surface.answer_id(self._caller.request_id)
+
+    @property
     def job_id(self) -> UUID:
         """The job that an admission makes."""
         return self._job_id
@@ -131,12 +144,14 @@ class Interactive:
             attempt_id = new_id()
             offer = await self._reserve(attempt_id, most_nano=available_nano)
             try:
-                admitted = await self._services.writer.submit(self._admission(offer, attempt_id))
+                with step(self._caller.span, "admit"):
+                    admitted = await self._services.writer.submit(self._admission(offer, attempt_id))
             except BaseException:
                 self._release(offer, attempt_id)
                 raise
             if admitted.ok:
                 self.admitted = True
+                self._show_job()
                 now = asyncio.get_running_loop().time()
                 self._services.metrics.admission.observe(now - self._caller.arrived_at)
                 self._services.fleet.retries.request(offer.variant_id, self._services.now())
@@ -148,6 +163,12 @@ class Interactive:
             self._afford(offer, available_nano, by_budget)
         raise self._short_of_balance(available_nano or 0, by_budget)
 
+    def _show_job(self) -> None:
+        span, traces = self._caller.span, self._services.traces
+        if span is not None and traces is not None:
+            span.set({"fallow.job.id": show("job", self._job_id), "gen_ai.response.id": self._answer_id})
+            traces.admitted(self._job_id, span)
+
     async def _reserve(
         self, attempt_id: UUID, *, ceiling: Rates | None = None, most_nano: int | None = None
     ) -> OfferView:
@@ -155,7 +176,8 @@ class Interactive:
         services = self._services
         demand = self._demand(ceiling, most_nano)
         choice = self._measured.choice
-        ranked = find(services, demand, choice)
+        with step(self._caller.span, "match"):
+            ranked = find(services, demand, choice)
         taken = await self._take(ranked, attempt_id)
         full = taken is None and not ranked.offers and not choice.lists
         if full and await services.flex.make_room(lambda: services.fleet.view.full(demand)):
@@ -176,7 +198,8 @@ class Interactive:
         if not ranked.offers:
             return None
         services = self._services
-        return await services.fleet.reservations.reserve_first(ranked, attempt_id, services.pulse.reservation_s)
+        with step(self._caller.span, "reserve"):
+            return await services.fleet.reservations.reserve_first(ranked, attempt_id, services.pulse.reservation_s)
 
     def _demand(self, ceiling: Rates | None = None, most_nano: int | None = None) -> Demand:
         return self._measured.demand(
@@ -294,6 +317,7 @@ class Interactive:
             max_output_tokens=self._max_output,
             deadline_at=asyncio.get_running_loop().time() + self._limit_s,
             choices=measured.choices,
+            span=caller.span,
         )
 
     async def _attempts_of(self, execution: Execution) -> Settled:
@@ -388,7 +412,10 @@ class Interactive:
     def _observe_first_token(self, run: AttemptRun) -> None:
         if run.first_token_at is not None:
             metrics = self._services.metrics
-            metrics.ttft.observe(run.first_token_at - self._caller.arrived_at)
+            ttft_s = run.first_token_at - self._caller.arrived_at
+            metrics.ttft.observe(ttft_s)
+            if self._caller.span is not None:
+                self._caller.span.set({"gen_ai.response.time_to_first_chunk": ttft_s})
             if run.token_count > 1:
                 took_s = asyncio.get_running_loop().time() - run.first_token_at
                 metrics.tpot.observe(took_s / (run.token_count - 1))
@@ -418,7 +445,7 @@ class Interactive:
 
     def _whole(self, pieces: Sequence[Tokens], reasons: Sequence[str], usage: dict[str, Any]) -> dict[str, Any]:
         body = self._surface.whole(
-            completion_id=self._surface.answer_id(self._caller.request_id),
+            completion_id=self._answer_id,
             created=self._caller.created,
             model=self._measured.model,
             pieces=pieces,
@@ -444,7 +471,7 @@ class Interactive:
             return kept.whole(self._whole(pieces, reasons or self._cut, usage))
         writers = self._surface.writers(
             chat.choices,
-            completion_id=self._surface.answer_id(self._caller.request_id),
+            completion_id=self._answer_id,
             created=self._caller.created,
             model=self._measured.model,
             include_usage=chat.include_usage,

@@ -15,12 +15,13 @@ from marketplace.core import ids
 from marketplace.core.amounts import nano_per_mtok
 from marketplace.core.errors import BadRequest, FallowError
 from marketplace.core.logs import get_logger
+from marketplace.core.tracing import Span, ending, step
 from marketplace.gateway.chat import refusal_outcome
 from marketplace.gateway.choice import ANY
 from marketplace.gateway.deps import GatewayServices, Renter, RequestId
 from marketplace.gateway.failures import InsufficientBalance, of_shortfall
 from marketplace.gateway.parse import FLEX, OFFLOAD_BYTES, ChatBody, ChatRequest, InvalidBody, decode_strict, to_request
-from marketplace.gateway.quote import Measured, dearest, measure, take_tokens
+from marketplace.gateway.quote import Measured, asked, dearest, measure, take_tokens
 from marketplace.gateway.services import Services
 from marketplace.jobs import service
 from marketplace.jobs.repository import JobView
@@ -70,9 +71,13 @@ async def submit(
     """Accept a job: its worst case is held at its maximum price, and it waits for idle capacity."""
     services.require_open()
     submission, chat = await _read(request)
+    span = services.traces.request(request.scope, request_id) if services.traces is not None else None
     try:
-        async with services.limited(principal) as limits:
-            accepted = await _accept(services, principal, limits, request_id, submission=submission, chat=chat)
+        with ending(span):
+            async with services.limited(principal) as limits:
+                accepted = await _accept(
+                    services, principal, limits, request_id, submission=submission, chat=chat, span=span
+                )
     except FallowError as error:
         await _record_refusal(services, principal, request_id, error)
         raise
@@ -134,10 +139,12 @@ async def _accept(
     *,
     submission: Submission,
     chat: ChatRequest,
+    span: Span | None,
 ) -> Accepted:
     if chat.answer_schema is not None:
         await services.schemas.require_schema(chat.answer_schema)
-    measured = await measure(services, chat, principal)
+    with step(span, "measure"):
+        measured = await measure(services, chat, principal)
     if measured.choice is not ANY:
         raise InvalidBody(
             "Queued work runs wherever it costs least: it takes no `provider`, nor a key with one. Use `max_price`.",
@@ -164,7 +171,11 @@ async def _accept(
         ceiling=ceiling,
         deadline_s=submission.deadline_s,
     )
-    answer = await _hold(services, order)
+    if span is not None and services.traces is not None:
+        span.set({**asked(measured), "fallow.job.id": ids.show("job", order.job_id)})
+        await services.traces.queued(order.job_id, span)
+    with step(span, "admit"):
+        answer = await _hold(services, order)
     if isinstance(answer, Shortfall):
         raise of_shortfall(answer, measured.max_output_tokens)
     return answer

@@ -18,8 +18,10 @@ from redis.exceptions import RedisError
 from sqlalchemy.exc import SQLAlchemyError
 
 from agent.protocol import Tokens
+from marketplace.catalog.service import VariantView
 from marketplace.core.errors import FallowError
 from marketplace.core.logs import get_logger
+from marketplace.core.tracing import Span
 from marketplace.core.valkey import connect_async
 from marketplace.gateway.answer import usage_object
 from marketplace.gateway.dispatched import demand_of, offer_of, runs_s
@@ -150,6 +152,23 @@ class QueueRunner:
         if variant is None:
             log.error("variant_of_job_unknown", job=dispatch.job_id.hex, variant=dispatch.variant_id.hex)
             return
+        span = await self._span_of(dispatch, variant)
+        try:
+            await self._execute_traced(dispatch, body, variant, span)
+        finally:
+            if span is not None:
+                span.end()
+
+    async def _span_of(self, dispatch: Dispatch, variant: VariantView) -> Span | None:
+        traces = self._services.traces
+        if traces is None:
+            return None
+        return await asyncio.to_thread(traces.taken_up, dispatch.job_id, dispatch.endpoint, variant.model_id)
+
+    async def _execute_traced(
+        self, dispatch: Dispatch, body: dict[str, Any], variant: VariantView, span: Span | None
+    ) -> None:
+        services = self._services
         counted = await count_stored(variant, body)
         work = Work(
             job_id=dispatch.job_id,
@@ -165,6 +184,7 @@ class QueueRunner:
             deadline_at=asyncio.get_running_loop().time() + dispatch.deadline_left_s,
             all_or_nothing=dispatch.endpoint == BATCHES_ENDPOINT,
             choices=choices_of(body),
+            span=span,
         )
         execution = Execution(services, work, WholeOutlet())
         current = asyncio.current_task()

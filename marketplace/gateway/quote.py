@@ -13,6 +13,7 @@ from marketplace.accounts.limits import LimitState
 from marketplace.catalog.service import VariantView
 from marketplace.core.amounts import usd
 from marketplace.core.errors import BadRequest
+from marketplace.core.tracing import Value
 from marketplace.gateway.choice import ANY, Choice, choice_of, choose_variant, is_alias, sorted_by_alias
 from marketplace.gateway.parse import FLEX, Inference
 from marketplace.gateway.prefixes import pack
@@ -129,6 +130,21 @@ async def measure(services: Services, chat: Inference, principal: Principal) -> 
         choice=choice,
         model=variant.model_id if is_alias(chat.model) else chat.model,
     )
+
+
+def asked(measured: Measured) -> dict[str, Value]:
+    """What a request wants, as its span says it."""
+    attributes: dict[str, Value] = {
+        "gen_ai.request.model": measured.model,
+        "gen_ai.request.max_tokens": measured.max_output_tokens,
+        "gen_ai.usage.input_tokens": measured.prompt_tokens,
+        "fallow.variant": measured.variant.name,
+    }
+    if measured.choices > 1:
+        attributes["gen_ai.request.choice.count"] = measured.choices
+    if measured.chat.stream:
+        attributes["gen_ai.request.stream"] = True
+    return attributes
 
 
 async def take_tokens(services: Services, principal: Principal, limits: LimitState, measured: Measured) -> None:

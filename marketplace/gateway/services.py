@@ -31,6 +31,7 @@ from marketplace.gateway.prefixes import PrefixMemory
 from marketplace.gateway.pulse import Pulse
 from marketplace.gateway.schemas import SchemaChecker
 from marketplace.gateway.signatures import ReceiptSignatures
+from marketplace.gateway.traces import Traces
 from marketplace.gateway.waiting import WaitingClients
 from marketplace.jobs.hot import Refused
 from marketplace.jobs.states import Outcome
@@ -78,6 +79,8 @@ class Services:
     flex: FlexRuns = field(default_factory=lambda: FlexRuns(time.monotonic))
     """Queued jobs that run here, and give way."""
     schemas: SchemaChecker = field(default_factory=SchemaChecker)
+    traces: Traces | None = None
+    """Spans of requests, where an operator named a collector."""
     draining: bool = False
     _background: set[asyncio.Task[None]] = field(default_factory=set)
     _cache_scope_key: bytes = field(init=False, repr=False)

@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 
 from marketplace.catalog.prices import set_price
 from marketplace.core.ids import new_id
+from marketplace.core.tracing import Tracing
 from marketplace.jobs import endings, repository
 from marketplace.jobs.endings import UNTRIED, Ending, Tried
 from marketplace.jobs.hot import AttemptLease, Lease, Leased
@@ -72,6 +73,8 @@ class Matcher:
     rules: Rules
     lease_s: float
     now_s: Callable[[], float]
+    tracing: Tracing | None = None
+    """Shows placed jobs in their traces."""
     lines: dict[UUID, Line] = field(default_factory=dict)
     """By variant: whose turn it is, by what each renter was served in this process."""
 

@@ -24,6 +24,7 @@ from marketplace.core.logs import get_logger
 from marketplace.core.outbox import TaskSender
 from marketplace.core.pump import empty_outbox
 from marketplace.core.settings import Settings, get_settings
+from marketplace.core.tracing import Tracing
 from marketplace.core.valkey import ValkeyDownError
 from marketplace.fleet.reservations import SyncReservations
 from marketplace.fleet.snapshot import read_fleet
@@ -32,9 +33,11 @@ from marketplace.jobs.assignment import Assignment, Matcher, assign
 from marketplace.jobs.erasure import erase_texts
 from marketplace.jobs.hot import Close, Closed
 from marketplace.jobs.plan_round import plan_once
+from marketplace.jobs.placed import show_placed
 from marketplace.jobs.writer import run_in_session
 from marketplace.matching.rank import Rules
 from marketplace.matching.retries import RetryBudget
+from marketplace.metering import traces
 
 log = get_logger(__name__)
 
@@ -86,8 +89,10 @@ def send_outbox() -> None:
 
 @task(ERASE)
 def erase_old_texts() -> None:
-    """Erase what jobs asked and were answered, once that is old enough."""
+    """Erase what jobs asked and were answered, and which traces they were in, once that is old enough."""
     erase_old(process.session_factory(), get_settings().text_life_s)
+    with transaction(process.session_factory()) as session:
+        traces.forget(session, limit=SWEEP_BATCH * MAX_SWEEP_BATCHES)
 
 
 @task(FORGET)
@@ -113,10 +118,10 @@ def _send() -> TaskSender:
 
 @lru_cache
 def _matcher() -> Matcher:
-    return make_matcher(process.valkey_client(), get_settings())
+    return make_matcher(process.valkey_client(), get_settings(), process.tracing())
 
 
-def make_matcher(client: redis.Redis, settings: Settings) -> Matcher:
+def make_matcher(client: redis.Redis, settings: Settings, tracing: Tracing | None = None) -> Matcher:
     """What assignment needs beside the database; the retry budget lives as long as this."""
     return Matcher(
         slots=SyncReservations(client),
@@ -125,6 +130,7 @@ def make_matcher(client: redis.Redis, settings: Settings) -> Matcher:
         rules=Rules.of(allow_simulated=settings.allow_simulated),
         lease_s=settings.lease_s,
         now_s=time.monotonic,
+        tracing=tracing,
     )
 
 
@@ -147,12 +153,15 @@ def assign_until_done(factory: SessionFactory, client: redis.Redis, matcher: Mat
 
 def assign_once(factory: SessionFactory, client: redis.Redis, matcher: Matcher) -> Assignment:
     """One round: match and lease in one transaction, then tell the gateways. Raises ValkeyDownError."""
+    began_ns = time.time_ns()
     offers = read_fleet(client)
     with transaction(factory) as session:
         done = assign(session, offers, matcher)
     for refused in done.refused:
         matcher.slots.release(refused.offer_id, refused.attempt_id)
     dispatch.push(client, [(item.gateway_id, item.attempt_id) for item in done.placed], lease_s=matcher.lease_s)
+    if matcher.tracing is not None and done.placed:
+        show_placed(factory, matcher.tracing, done.placed, began_ns)
     ages_s = dispatch.stuck_for_s(client, [job_id for job_id, _ in done.stuck])
     ended = [sweeping.close_waiting(job_id, ending) for job_id, ending in done.over]
     close_all(factory, ended + sweeping.stuck_too_long(done.stuck, ages_s))

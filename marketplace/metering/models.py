@@ -67,3 +67,14 @@ class Receipt(Base):
     journal_id: Mapped[int | None] = mapped_column(index=True)
     """The settlement journal; null until settled."""
     at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class JobTrace(Base):
+    """The trace that a job belongs to: W3C's traceparent. No foreign key: it may be written before its job."""
+
+    __tablename__ = "job_traces"
+    __table_args__ = (Index("ix_job_traces_at", "at"),)
+
+    job_id: Mapped[UUID] = mapped_column(primary_key=True)
+    traceparent: Mapped[str]
+    at: Mapped[datetime] = mapped_column(server_default=func.now())
