@@ -165,7 +165,7 @@ class AttemptSpan:
             "fallow.attempt.epoch": epoch,
             "fallow.node.gateway.id": offer.gateway_id,
         }
-        self._span = parent.child("attempt", attributes, kind="client")
+        self._span = parent.child("attempt", attributes, kind="client", start_ns=self._asked_at_ns)
 
     @property
     def traceparent(self) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0010"
-down_revision = "0009"
+revision = "0010b"
+down_revision = "0010"
 branch_labels = None
 depends_on = None
 
