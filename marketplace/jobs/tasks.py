@@ -32,8 +32,8 @@ from marketplace.jobs import dispatch, idempotency, standing, sweeping
 from marketplace.jobs.assignment import Assignment, Matcher, assign
 from marketplace.jobs.erasure import erase_texts
 from marketplace.jobs.hot import Close, Closed
-from marketplace.jobs.plan_round import plan_once
 from marketplace.jobs.placed import show_placed
+from marketplace.jobs.plan_round import plan_once
 from marketplace.jobs.writer import run_in_session
 from marketplace.matching.rank import Rules
 from marketplace.matching.retries import RetryBudget

@@ -11,6 +11,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from agent.protocol import Run
 from marketplace.billing import service as billing
 from marketplace.billing.traces import show_settled
 from marketplace.core.database import SessionFactory, transaction
@@ -25,6 +26,7 @@ from tests.gateway_world import (
     MODEL_ID,
     WORDS,
     Renter,
+    ScriptedAgent,
     World,
     add_renter,
     answers,
@@ -74,6 +76,11 @@ async def chat(market: World, renter: Renter, traceparent: str = SAMPLED, **chan
     headers = {"traceparent": traceparent}
     stream = await create(model=MODEL_ID, messages=CHAT, stream=True, extra_headers=headers, **changes)
     return [chunk async for chunk in stream]
+
+
+async def fails_first(agent: ScriptedAgent, run: Run) -> None:
+    """Whichever node is asked first fails."""
+    await (fails("engine_died") if run.epoch == 1 else answers)(agent, run)
 
 
 async def settle(market: World, collector: Collector) -> None:
@@ -142,9 +149,9 @@ class TestAStreamedChat:
         async def story() -> None:
             async with world(settings, session_factory) as market:
                 collector.watch(market)
-                await market.connect(fails("engine_died"), output_nano_usd_per_mtok=100_000_000)
-                await market.connect(answers)
-                chunks = await chat(market, renter, extra_body={"provider": {"sort": "price"}})
+                for _ in range(2):
+                    await market.connect(fails_first)
+                chunks = await chat(market, renter)
                 assert chunks[-1].choices[0].finish_reason == "stop"
                 await market.settled()
                 first, second = sorted(collector.named("attempt"), key=lambda span: span.start_time)
