@@ -13,6 +13,7 @@ from typing import Final
 
 from marketplace.core.errors import FallowError, RateLimited
 from marketplace.core.logs import get_logger
+from marketplace.core.tracing import step
 from marketplace.gateway.choice import ANY
 from marketplace.gateway.dispatched import demand_of, offer_of, runs_s
 from marketplace.gateway.execution import Execution, LeaseLost, Settled, Work
@@ -93,7 +94,9 @@ class Flex(Interactive):
         order = self._order()
         seat = self._seat = services.waiting.sit(self._job_id, organisation_id)
         try:
-            accepted = await service.accept(services.writer, order, hold_margin_s=services.settings.hold_margin_s)
+            await self._note_trace()
+            with step(self._caller.span, "admit"):
+                accepted = await service.accept(services.writer, order, hold_margin_s=services.settings.hold_margin_s)
             if isinstance(accepted, Shortfall):
                 raise of_shortfall(accepted, self._max_output)
         except BaseException as error:
@@ -107,6 +110,13 @@ class Flex(Interactive):
         services.metrics.admission.observe(asyncio.get_running_loop().time() - self._caller.arrived_at)
         if services.pump is not None:
             services.pump.wake()
+
+    async def _note_trace(self) -> None:
+        """The worker that places the job must find its trace."""
+        span, traces = self._caller.span, self._services.traces
+        if span is not None and traces is not None:
+            self._show_job(span)
+            await traces.queued(self._job_id, span)
 
     def _order(self) -> Order:
         services, caller, measured = self._services, self._caller, self._measured

@@ -151,7 +151,7 @@ class Interactive:
                 raise
             if admitted.ok:
                 self.admitted = True
-                self._show_job()
+                self._note_settlement()
                 now = asyncio.get_running_loop().time()
                 self._services.metrics.admission.observe(now - self._caller.arrived_at)
                 self._services.fleet.retries.request(offer.variant_id, self._services.now())
@@ -163,11 +163,15 @@ class Interactive:
             self._afford(offer, available_nano, by_budget)
         raise self._short_of_balance(available_nano or 0, by_budget)
 
-    def _show_job(self) -> None:
+    def _note_settlement(self) -> None:
+        """Whoever settles the job later must find its trace."""
         span, traces = self._caller.span, self._services.traces
         if span is not None and traces is not None:
-            span.set({"fallow.job.id": show("job", self._job_id), "gen_ai.response.id": self._answer_id})
+            self._show_job(span)
             traces.admitted(self._job_id, span)
+
+    def _show_job(self, span: Span) -> None:
+        span.set({"fallow.job.id": show("job", self._job_id), "gen_ai.response.id": self._answer_id})
 
     async def _reserve(
         self, attempt_id: UUID, *, ceiling: Rates | None = None, most_nano: int | None = None
