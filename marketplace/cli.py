@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("marketplace.jobs.plan_cli", "what nodes were advised to load, and why"),
     "catalog": ("marketplace.catalog.cli", "models and variants"),
     "finance": ("marketplace.finance.cli", "statements, bills, trial balance, checks"),
+    "explain": ("marketplace.finance.explain_cli", "why a node did not earn in an hour"),
     "simulate": ("marketplace.matching.simulate.cli", "replay demand against a fleet; what would my card have earned"),
     "gateway": ("marketplace.commands:gateway", "the OpenAI-compatible door"),
     "worker": ("marketplace.commands:worker", "the Celery worker"),
@@ -35,7 +36,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 """Subcommand: (module[:app], what it is for). The app is a typer application; its name is `app` unless given."""
 
-ON_LOCAL_STACK = frozenset({"org", "key", "credit", "node", "catalog", "finance", "standing", "plan"})
+ON_LOCAL_STACK = frozenset({"org", "key", "credit", "node", "catalog", "finance", "standing", "plan", "explain"})
 """Without DATABASE_URL these talk to the database of a running `fallow up`."""
 
 

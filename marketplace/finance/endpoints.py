@@ -31,7 +31,7 @@ from marketplace.core.clock import utcnow
 from marketplace.core.database import SessionFactory, transaction
 from marketplace.core.errors import FallowError, Forbidden, Unavailable
 from marketplace.core.logs import get_logger
-from marketplace.finance import closing, costs, export, invoicing, reports, service, trace
+from marketplace.finance import closing, costs, export, idle, idle_rows, invoicing, reports, service, trace
 from marketplace.finance import period as periods
 from marketplace.finance.document import Document, as_json
 from marketplace.finance.documents import invoice_document, platform_document, statement_document
@@ -343,6 +343,36 @@ async def declare_cost(
             }
 
     return await asyncio.to_thread(write)
+
+
+@router.get("/nodes/{node_id}/idle")
+async def explain_idle(
+    services: GatewayServices, principal: Caller, node_id: UUID, hour: Annotated[datetime, Query()]
+) -> dict[str, Any]:
+    """Why a node did not earn within an hour, cause by cause; the minutes add up to sixty. Owners ask for their own."""
+    principal.require("owner", "finance")
+    owner_id = None if "finance" in principal.roles else principal.organisation_id
+
+    def find(session: Session) -> dict[str, Any]:
+        found = idle.explain(idle_rows.read(session, node_id, hour, owner_id))
+        worst = found.bottleneck
+        return {
+            "node": {"id": str(node_id), "name": found.node_name},
+            "hour": found.start.isoformat(),
+            "bottleneck": None if worst is None else worst.cause.value,
+            "parts": [
+                {
+                    "cause": part.cause.value,
+                    "minutes": round(part.us / idle.MINUTE_US, 3),
+                    "requests": part.requests,
+                    "sentence": part.sentence,
+                }
+                for part in found.parts
+            ],
+            "notes": list(found.notes),
+        }
+
+    return await asyncio.to_thread(_read, services.session_factory, find)
 
 
 # --- shared ---------------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ class Limit(StrEnum):
 UNKNOWN: Final[dict[Limit, str]] = {
     Limit.BANDWIDTH: "The time of single decode steps is not recorded.",
     Limit.COMPUTE: "The time of single prefills is not recorded.",
-    Limit.POWER: "Power caps are not recorded.",
+    Limit.POWER: "No card of it told its power and its limit.",
     Limit.FRAGMENTATION: "Groups of devices are not offered.",
 }
 _BY_FILTER: Final[dict[str, Limit]] = {
@@ -140,6 +140,8 @@ class NodeTime:
     no_demand_us: int
     """Offered, and in that whole minute nobody asked for what it serves; whole minutes."""
     memory_bytes: int | None
+    capped_us: int | None = None
+    """Its power stood at its limit; None: no card said so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +173,17 @@ def held_back(
         found += _of_market(time, own, [row for row in elsewhere if row.node_id == time.node_id])
         found += _of_refusals(time, own, [row for row in refused if row.node_id == time.node_id])
         found += _of_unserved(time, unserved)
-        found += [Held(time.node_id, time.node_name, limit, None, None, None, why) for limit, why in UNKNOWN.items()]
+        unknown = UNKNOWN if time.capped_us is None else {**UNKNOWN, Limit.POWER: ""}
+        found += [
+            Held(time.node_id, time.node_name, limit, None, None, None, why) if why else _of_power(time)
+            for limit, why in unknown.items()
+        ]
     return tuple(found)
+
+
+def _of_power(time: NodeTime) -> Held:
+    sentence = "Its cards ran at their power limit, or were held down for power: they decode as fast, and read slower."
+    return Held(time.node_id, time.node_name, Limit.POWER, time.capped_us, None, None, sentence)
 
 
 def best_ask(rows: Iterable[Elsewhere]) -> tuple[int, Fraction] | None:

@@ -89,6 +89,23 @@ _CONNECTED: Final = text(
 )
 
 
+_CAPPED: Final = text(
+    """
+    select e.node_id, sum(e.capped_ms * extract(epoch from least(e.ended_at, :end) - greatest(e.started_at, :start))
+                          / extract(epoch from e.ended_at - e.started_at)) * 1000 as capped_us
+    from energy_samples e join nodes n on n.id = e.node_id
+    where n.organisation_id = :owner and e.started_at < :end and e.ended_at > :start and e.ended_at > e.started_at
+      and e.capped_ms is not null
+    group by e.node_id
+    """
+)
+
+
+def capped_us(session: Session, owner_id: UUID, period: Period) -> dict[UUID, int]:
+    """Node -> microseconds in which power held its cards down; nodes that never said are left out."""
+    return {row.node_id: int(row.capped_us) for row in session.execute(_CAPPED, _bounds(owner_id, period))}
+
+
 def elsewhere(session: Session, owner_id: UUID, period: Period) -> list[Elsewhere]:
     """Requests that others served while one of the owner's offers of the same variant had room."""
     rows = session.execute(_ELSEWHERE, _bounds(owner_id, period))
@@ -181,6 +198,7 @@ def node_times(
 ) -> list[NodeTime]:
     """The time of each node that was offered or connected. `offered`: node -> (offered, rented) microseconds."""
     connected, quiet = connected_us(session, owner_id, period), quiet_minutes(session, owner_id, period)
+    capped = capped_us(session, owner_id, period)
     rows = session.execute(
         select(Node.id, Node.name, Device.memory_total_bytes)
         .join(Device, Device.node_id == Node.id, isouter=True)
@@ -200,6 +218,7 @@ def node_times(
             rented_us=offered.get(node_id, (0, 0))[1],
             no_demand_us=quiet.get(node_id, 0) * 60_000_000,
             memory_bytes=bytes_,
+            capped_us=capped.get(node_id),
         )
         for (node_id, name), bytes_ in memory.items()
         if node_id in connected or node_id in offered

@@ -16,6 +16,7 @@ from agent.protocol import DeviceReport, Inventory, OfferReport
 from marketplace.matching.types import Rates
 
 MAX_DEVICES: Final = 64
+MAX_THROTTLES: Final = 16
 MAX_OFFERS: Final = 128
 MAX_CHARS: Final = 200
 MAX_SLOTS: Final = 4_096
@@ -157,6 +158,7 @@ def _clean(report: DeviceReport) -> DeviceReport:
         temperature_c=report.temperature_c if _sane_temperature(report.temperature_c) else None,
         state=report.state if report.state in ("ok", "lost", "refused", "unavailable") else "unavailable",
         reason=report.reason[:MAX_CHARS] if plain(report.reason[:MAX_CHARS]) else "",
+        throttle=None if report.throttle is None else [name for name in report.throttle[:MAX_THROTTLES] if plain(name)],
     )
 
 

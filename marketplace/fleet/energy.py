@@ -16,6 +16,8 @@ from marketplace.fleet.claims import MAX_POWER_MW
 
 MAX_GAP_S: Final = 35.0
 """Samples further apart belong to no common stretch: a little over three heartbeats."""
+CAPPED_PART: Final = 0.97
+"""Of the power limit: regulation keeps a card a little under it."""
 STRETCH_S: Final = 300.0
 """A stretch is closed at this length, so that a statement's bounds cut little."""
 
@@ -32,11 +34,35 @@ class Stretch:
     exact_mj: float = 0.0
     row_id: int | None = None
     dirty: bool = True
+    used_pct_s: float = 0.0
+    used_s: float = 0.0
+    """Of it, in which the device said how busy it was."""
+    capped_s: float | None = None
+    """In which its power stood at its limit; None: it never said."""
 
     @property
     def energy_mj(self) -> int | None:
         """Millijoules; None when the source is unknown."""
         return None if self.source == "unknown" else round(self.exact_mj)
+
+    @property
+    def utilisation_pct(self) -> float | None:
+        """Mean; None where the device never said it."""
+        return self.used_pct_s / self.used_s if self.used_s else None
+
+    @property
+    def capped_ms(self) -> int | None:
+        """For how long power bound it; None where the device never said it."""
+        return None if self.capped_s is None else round(self.capped_s * 1000)
+
+    def pass_by(self, report: DeviceReport, elapsed_s: float) -> None:
+        """So long it was as this report says."""
+        if report.utilisation_pct is not None:
+            self.used_pct_s += report.utilisation_pct * elapsed_s
+            self.used_s += elapsed_s
+        capped = _capped(report)
+        if capped is not None:
+            self.capped_s = (self.capped_s or 0.0) + elapsed_s * capped
 
 
 @dataclass(slots=True)
@@ -84,6 +110,7 @@ class EnergyMeter:
                 self._close(device)
                 current = device.current = Stretch(report.device_id, source, device.at, device.at)
             current.exact_mj += millijoules
+            current.pass_by(device.report, elapsed_s)
             current.ended_at = now
             current.dirty = True
         device.at = now
@@ -93,6 +120,16 @@ class EnergyMeter:
         if device.current is not None:
             self._closed.append(device.current)
             device.current = None
+
+
+def _capped(report: DeviceReport) -> bool | None:
+    """True while power bounds the device; None: it does not say."""
+    measured = report.power_mw is not None and report.power_source == "nvml" and report.power_limit_mw
+    if report.throttle is None and not measured:
+        return None
+    held = any("power" in name for name in report.throttle or ())
+    at_limit = bool(measured) and (report.power_mw or 0) >= CAPPED_PART * (report.power_limit_mw or 1)
+    return held or at_limit
 
 
 def _energy(before: DeviceReport, after: DeviceReport, elapsed_s: float) -> tuple[str, float]:

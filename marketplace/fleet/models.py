@@ -161,6 +161,24 @@ class OfferedInterval(Base):
     ended_at: Mapped[datetime | None]
 
 
+class HeldInterval(Base):
+    """A stretch of time in which a connected node was its owner's alone, and why, as its agent said."""
+
+    __tablename__ = "held_intervals"
+    __table_args__ = (
+        Index("ix_held_intervals_open", "node_id", unique=True, postgresql_where=text("ended_at is null")),
+        Index("ix_held_intervals_node_id_started_at", "node_id", "started_at"),
+    )
+
+    id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
+    node_id: Mapped[UUID] = mapped_column(ForeignKey("nodes.id"))
+    reason: Mapped[str]
+    started_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    seen_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    """Moved on while the node is connected; the end where nobody wrote one."""
+    ended_at: Mapped[datetime | None]
+
+
 class EnergySample(Base):
     """Energy of one device over one stretch of time, labelled by its source."""
 
@@ -177,6 +195,10 @@ class EnergySample(Base):
     ended_at: Mapped[datetime]
     energy_mj: Mapped[int | None]
     source: Mapped[str]
+    utilisation_pct: Mapped[float | None] = mapped_column(Double)
+    """Mean over the part of the stretch in which the device said it; null: it never did."""
+    capped_ms: Mapped[int | None]
+    """For so long its power stood at its limit, or the driver held it down for power; null: not known."""
 
 
 class NodeAbility(Base):

@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session
 from agent.protocol import DeviceReport
 from marketplace.accounts.models import Organisation
 from marketplace.core.errors import BadRequest, NotFound
+from marketplace.fleet import held
 from marketplace.fleet.claims import Claim
 from marketplace.fleet.energy import Stretch
 from marketplace.fleet.models import Device, EnergySample, Node, NodeStanding, Offer, OfferedInterval
@@ -130,6 +131,7 @@ def connect_node(session: Session, node_id: UUID, agent_version: str) -> int:
         .where(OfferedInterval.node_id == node_id, OfferedInterval.ended_at.is_(None))
         .values(ended_at=OfferedInterval.seen_at)
     )
+    held.end(session, node_id)
     micros = session.execute(text("select (extract(epoch from clock_timestamp()) * 1000000)::bigint")).scalar_one()
     return int(micros)
 
@@ -150,6 +152,7 @@ def disconnect_node(session: Session, node_id: UUID, gateway_id: str, silent_s: 
             seen_at=func.greatest(OfferedInterval.started_at, heard_at),
         )
     )
+    held.end(session, node_id)
     session.execute(update(Node).where(Node.id == node_id).values(last_seen_at=heard_at))
 
 
@@ -161,6 +164,7 @@ def sync_node(
     devices: Sequence[DeviceReport],
     *,
     available: bool,
+    reason: str = "",
     declared_idle_mw: int | None,
     declared_load_mw: int | None,
     set_price: SetPrice,
@@ -176,6 +180,7 @@ def sync_node(
     listed = [_upsert_offer(session, node.node_id, claim, set_price) for claim in claims]
     live = {item.offer_id: item.claim.device_id for item in listed} if available else {}
     _sync_intervals(session, node.node_id, gateway_id, live)
+    held.sync(session, node.node_id, None if available else reason)
     return listed
 
 
@@ -185,7 +190,7 @@ def touch(session: Session, gateway_id: str, node_ids: Collection[UUID]) -> dict
     Returns how many each node has. Nodes that somebody else writes about just now are left out, and left for next time:
     this holds many rows at once and so must wait for none.
     """
-    held = list(
+    held_ids = list(
         session.execute(
             select(Node.id)
             .where(Node.id.in_(node_ids))
@@ -193,20 +198,21 @@ def touch(session: Session, gateway_id: str, node_ids: Collection[UUID]) -> dict
             .with_for_update(key_share=True, skip_locked=True)
         ).scalars()
     )
-    if not held:
+    if not held_ids:
         return {}
-    session.execute(update(Node).where(Node.id.in_(held)).values(last_seen_at=func.now()))
+    session.execute(update(Node).where(Node.id.in_(held_ids)).values(last_seen_at=func.now()))
+    held.touch(session, held_ids)
     moved = session.execute(
         update(OfferedInterval)
         .where(
-            OfferedInterval.node_id.in_(held),
+            OfferedInterval.node_id.in_(held_ids),
             OfferedInterval.gateway_id == gateway_id,
             OfferedInterval.ended_at.is_(None),
         )
         .values(seen_at=func.now())
         .returning(OfferedInterval.node_id)
     )
-    counts = dict.fromkeys(held, 0)
+    counts = dict.fromkeys(held_ids, 0)
     for node_id in moved.scalars():
         counts[node_id] += 1
     return counts
@@ -245,6 +251,8 @@ def write_energy(session: Session, node_id: UUID, stretches: Sequence[Stretch]) 
                 ended_at=stretch.ended_at,
                 energy_mj=stretch.energy_mj,
                 source=stretch.source,
+                utilisation_pct=stretch.utilisation_pct,
+                capped_ms=stretch.capped_ms,
             )
             session.add(sample)
             session.flush()
@@ -253,7 +261,12 @@ def write_energy(session: Session, node_id: UUID, stretches: Sequence[Stretch]) 
             session.execute(
                 update(EnergySample)
                 .where(EnergySample.id == stretch.row_id)
-                .values(ended_at=stretch.ended_at, energy_mj=stretch.energy_mj)
+                .values(
+                    ended_at=stretch.ended_at,
+                    energy_mj=stretch.energy_mj,
+                    utilisation_pct=stretch.utilisation_pct,
+                    capped_ms=stretch.capped_ms,
+                )
             )
             ids.append(stretch.row_id)
     return ids

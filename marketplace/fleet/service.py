@@ -299,6 +299,7 @@ class Fleet:
             claims=list(session.claims),
             devices=list(session.devices),
             available=session.available,
+            reason=session.unavailable_reason,
             declared_idle_mw=claims.declared_mw(inventory.declared_idle_watts if inventory else None),
             declared_load_mw=claims.declared_mw(inventory.declared_load_watts if inventory else None),
             set_price=set_price,

@@ -119,7 +119,8 @@ class NodeSession:
         devices = claims.check_devices(reports)
         known = {(device.device_id, device.name, device.memory_total_bytes) for device in self.devices}
         news = {(device.device_id, device.name, device.memory_total_bytes) for device in devices}
-        changed = available != self.available or known != news
+        said = (available, reason[: claims.MAX_CHARS] if not available else "")
+        changed = said != (self.available, self.unavailable_reason if not self.available else "") or known != news
         self.devices = devices
         self.available = available
         self.unavailable_reason = reason[: claims.MAX_CHARS]

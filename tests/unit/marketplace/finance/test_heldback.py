@@ -108,3 +108,11 @@ class TestRefusals:
         for limit in UNKNOWN:
             row = of(limit, found)
             assert (row.hours_us, row.requests, row.at_most_nano) == (None, None, None)
+
+
+class TestPower:
+    def test_is_told_in_hours_where_a_card_said_it_and_is_unknown_elsewhere(self) -> None:
+        row = of(Limit.POWER, held_back([replace(TIME, capped_us=HOUR_US)], [ASK], [], [], []))
+        assert row.hours_us == HOUR_US
+        unknown = of(Limit.POWER, held_back([TIME], [ASK], [], [], []))
+        assert (unknown.hours_us, unknown.sentence) == (None, UNKNOWN[Limit.POWER])

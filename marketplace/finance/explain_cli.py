@@ -1,0 +1,60 @@
+"""`fallow explain`: why a node did not earn in an hour."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from typing import Annotated
+from uuid import UUID
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from marketplace.core import tables
+from marketplace.core.clock import utcnow
+from marketplace.core.errors import FallowError
+from marketplace.core.process import session_factory
+from marketplace.finance import idle, idle_rows, service
+from marketplace.finance.period import zone
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Why things went as they did.")
+
+
+@app.callback()
+def _group() -> None:
+    """Why things went as they did."""
+
+
+@app.command("idle")
+def idle_(
+    *,
+    node: Annotated[UUID, typer.Option(help="The node's id.")],
+    hour: Annotated[str, typer.Option(help="Within which hour: 2026-11-30T13. Default: the last whole one.")] = "",
+    zone_name: Annotated[str, typer.Option("--zone", help="IANA time zone of the hour.")] = "UTC",
+) -> None:
+    """Account for an hour of a node: what it earned in, what it did not and why, in minutes that add up to sixty."""
+    try:
+        start = _hour(hour, zone_name)
+        with service.snapshot(session_factory()) as session:
+            found = idle.explain(idle_rows.read(session, node, start, None))
+    except (FallowError, ValueError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    table = Table("cause", "minutes", "requests", "what, and what to do")
+    for part in found.parts:
+        table.add_row(part.cause.value, f"{part.us / idle.MINUTE_US:.1f}", f"{part.requests:,}", escape(part.sentence))
+    typer.echo(f"{found.node_name}, the hour from {found.start:%Y-%m-%d %H:%M %Z}:")
+    tables.show(table)
+    for note in found.notes:
+        typer.echo(note)
+
+
+def _hour(text: str, zone_name: str) -> datetime:
+    """Raises ValueError and InvalidPeriod."""
+    if not text:
+        return utcnow() - timedelta(hours=1)
+    try:
+        start = datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError(f"{text[:40]!r} is no hour: write it like 2026-11-30T13.") from None
+    return start if start.tzinfo is not None else start.replace(tzinfo=zone(zone_name))
