@@ -164,4 +164,4 @@ class TestBooks:
         assert run.invoke(cli.app, ["declare", str(world.node), "--capital", "1600"]).exit_code == 1
         assert run.invoke(cli.app, ["declare", str(world.node), "--pue", "0.5"]).exit_code == 1
         shown = run.invoke(cli.app, ["statement", "Olive's GPUs", "--held-back"])
-        assert "Power caps are not recorded" in shown.output
+        assert "No card of it told its power" in shown.output
