@@ -41,6 +41,8 @@ from marketplace.gateway.signatures import ReceiptSignatures
 from marketplace.gateway.surface import SURFACES
 from marketplace.gateway.traces import Traces
 from marketplace.gateway.waiting import WaitingClients
+from marketplace.gateway.webhooks import endpoints as webhook_endpoints
+from marketplace.gateway.webhooks.service import warn_of_private
 from marketplace.jobs.sweeping import BATCHES_ENDPOINT, JOBS_ENDPOINT
 from marketplace.jobs.writer import HotWriter
 
@@ -102,6 +104,7 @@ class Gateway:
             usage_endpoints.router,
             key_endpoints.router,
             batch_endpoints.router,
+            webhook_endpoints.router,
             billing_endpoints.router,
             finance_endpoints.router,
             services.fleet.router,
@@ -139,6 +142,7 @@ class Gateway:
         """Connect and begin. Raises what the database raises if it is away."""
         services = self.services
         await asyncio.to_thread(claim_books, services.session_factory, self._payments)
+        warn_of_private(services.settings)
         services.writer.start()
         await services.catalog.start()
         await services.fleet.start()

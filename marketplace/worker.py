@@ -17,13 +17,20 @@ from marketplace.core import logs, process
 from marketplace.core.celery import NUDGE_LIFE_S, QUEUES, make_celery
 from marketplace.core.settings import Settings, get_settings
 
-TASK_MODULES: Final = ("marketplace.jobs.tasks", "marketplace.billing.tasks", "marketplace.gateway.batches.tasks")
+TASK_MODULES: Final = (
+    "marketplace.jobs.tasks",
+    "marketplace.billing.tasks",
+    "marketplace.gateway.batches.tasks",
+    "marketplace.gateway.webhooks.tasks",
+)
 SCHEDULE_S: Final = {
     "jobs.assign": 1.0,
     "jobs.outbox": 1.0,
     "jobs.sweep": 2.0,
     "batches.advance": 1.0,
     "batches.erase": 60.0,
+    "webhooks.send": 5.0,
+    "webhooks.erase": 60.0,
     "jobs.forget": 60.0,
     "jobs.review_standing": 60.0,
     "jobs.erase": 60.0,

@@ -12,6 +12,7 @@ import marketplace.core.outbox
 import marketplace.finance.models
 import marketplace.fleet.models
 import marketplace.gateway.batches.models
+import marketplace.gateway.webhooks.models
 import marketplace.jobs.demand
 import marketplace.jobs.models
 import marketplace.metering.models  # noqa: F401  # each import registers its tables

@@ -33,8 +33,10 @@ SWEEP: Final = "sweep"
 """Leases, deadlines, the outbox."""
 BATCH: Final = "batch"
 """Batches: steps of seconds, which nothing else may wait behind."""
-QUEUES: Final = (MATCH, MONEY, SWEEP, BATCH)
-ROUTES: Final = {"jobs.assign": MATCH, "billing.*": MONEY, "jobs.*": SWEEP, "batches.*": BATCH}
+WEBHOOK: Final = "webhook"
+"""Calls to renters' own servers, which may be slow."""
+QUEUES: Final = (MATCH, MONEY, SWEEP, BATCH, WEBHOOK)
+ROUTES: Final = {"jobs.assign": MATCH, "billing.*": MONEY, "jobs.*": SWEEP, "batches.*": BATCH, "webhooks.*": WEBHOOK}
 
 NUDGE_LIFE_S: Final = 30
 """A nudge that nobody took for this long says nothing that the next tick does not."""

@@ -108,6 +108,11 @@ class Settings(BaseSettings):
     file_life_s: int = Field(default=30 * 86_400, ge=3_600)
     """Files, inputs and outputs of batches alike, are erased after this."""
 
+    webhook_allow_private: bool = False
+    """True lets webhooks call http and addresses that are not public: tests and local work only. The log says so."""
+    webhook_ca_file: str = ""
+    """PEM file of certificate authorities that webhooks trust beside the system's."""
+
     public_url: str = ""
     """How browsers reach this platform: people come back here from the payment processor. By default the own URL."""
     payment_provider: Literal["sandbox", "stripe"] = "sandbox"

@@ -23,6 +23,8 @@ from marketplace.gateway.failures import InsufficientBalance, of_shortfall
 from marketplace.gateway.parse import FLEX, OFFLOAD_BYTES, ChatBody, ChatRequest, InvalidBody, decode_strict, to_request
 from marketplace.gateway.quote import Measured, asked, dearest, measure, take_tokens
 from marketplace.gateway.services import Services
+from marketplace.gateway.webhooks.addresses import InvalidWebhookUrl, target_of
+from marketplace.gateway.webhooks.service import require_secret
 from marketplace.jobs import service
 from marketplace.jobs.repository import JobView
 from marketplace.jobs.schemas import STATES, JobList, JobObject, job_list, job_object
@@ -59,6 +61,8 @@ class Submission(Struct, frozen=True, forbid_unknown_fields=True):
     """From acceptance; a job that has not ended by then ends."""
     max_price: MaxPrice | None = None
     """By default the dearest that is offered now."""
+    webhook: str | None = None
+    """An https address that is told of this job's end, signed with the secret that the organisation has for such."""
 
 
 router = APIRouter(prefix=JOBS_ENDPOINT, tags=["jobs"])
@@ -150,6 +154,8 @@ async def _accept(
             "Queued work runs wherever it costs least: it takes no `provider`, nor a key with one. Use `max_price`.",
             param="request.provider",
         )
+    if submission.webhook is not None:
+        await asyncio.to_thread(_check_webhook, services, principal, submission.webhook)
     await take_tokens(services, principal, limits, measured)
     ceiling = _ceiling(services, measured, submission.max_price)
     account_id = principal.credit_account_id
@@ -170,6 +176,7 @@ async def _accept(
         bound_asked=measured.client_bound,
         ceiling=ceiling,
         deadline_s=submission.deadline_s,
+        webhook_url=submission.webhook,
     )
     if span is not None and services.traces is not None:
         span.set({**asked(measured), "fallow.job.id": ids.show("job", order.job_id)})
@@ -179,6 +186,17 @@ async def _accept(
     if isinstance(answer, Shortfall):
         raise of_shortfall(answer, measured.max_output_tokens)
     return answer
+
+
+def _check_webhook(services: Services, principal: Principal, url: str) -> None:
+    """Raises InvalidWebhookUrl and WebhookSecretNeeded. What its name resolves to is looked at when it is called."""
+    try:
+        target_of(url, allow_private=services.settings.webhook_allow_private)
+    except InvalidWebhookUrl as error:
+        error.param = "webhook"
+        raise
+    with services.session_factory() as session:
+        require_secret(session, principal.organisation_id)
 
 
 async def _hold(services: Services, order: Order) -> Accepted | Shortfall:

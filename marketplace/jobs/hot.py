@@ -54,6 +54,8 @@ class Admit:
     """The share of a node's ask at which it runs. The ceiling is in this share already."""
     client_lease_s: float | None = None
     """Flex only: for how long the client counts as waiting, unless its gateway says so again."""
+    webhook_url: str | None = None
+    """Where its end is told, beside its organisation's endpoints."""
 
 
 @dataclass(frozen=True, slots=True)

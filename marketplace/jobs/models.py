@@ -77,6 +77,8 @@ class Job(Base):
     """The gateway that holds the client of an interactive or a flex job."""
     client_until: Mapped[datetime | None]
     """Until when a flex job's client counts as waiting; its gateway moves it on. Null: no client waits in the queue."""
+    webhook_url: Mapped[str | None]
+    """Where the end of this job is told, beside its organisation's endpoints."""
     deadline_at: Mapped[datetime]
     cancel_requested_at: Mapped[datetime | None]
     preemptions: Mapped[int] = mapped_column(server_default="0")

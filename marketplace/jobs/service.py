@@ -71,6 +71,8 @@ class Order:
     """The gateway that holds its client..."""
     client_lease_s: float | None = None
     """...and for how long the client counts as waiting, unless that gateway says so again."""
+    webhook_url: str | None = None
+    """Where its end is told, beside its organisation's endpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,7 @@ def _admission(order: Order, bound: int, hold_nano: int, hold_margin_s: float) -
         endpoint=order.endpoint,
         price_basis_points=order.price_basis_points,
         client_lease_s=order.client_lease_s,
+        webhook_url=order.webhook_url,
     )
 
 

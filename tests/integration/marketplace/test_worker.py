@@ -107,7 +107,7 @@ class TestSending:
         send = sender(app)
         for task in ("jobs.assign", "jobs.sweep", "billing.settle"):
             send(task, [])
-        assert backlog(app) == {"match": 1, "money": 1, "sweep": 1, "batch": 0}
+        assert backlog(app) == {"match": 1, "money": 1, "sweep": 1, "batch": 0, "webhook": 0}
         names = {key.decode() for key in world.client.keys("fallow:celery:*")}  # type: ignore[union-attr]
         assert {"fallow:celery:match", "fallow:celery:money", "fallow:celery:sweep"} <= names
 
@@ -128,7 +128,7 @@ class TestSending:
             send("jobs.sweep", [])
         scheduler.apply_entry(scheduler.schedule["jobs.sweep"])
         scheduler.apply_entry(scheduler.schedule["jobs.assign"])
-        assert backlog(app) == {"match": 1, "money": 0, SWEEP: MAX_BACKLOG, "batch": 0}
+        assert backlog(app) == {"match": 1, "money": 0, SWEEP: MAX_BACKLOG, "batch": 0, "webhook": 0}
 
     def test_the_clock_outlives_a_broker_that_is_away(self, settings: Settings) -> None:
         from marketplace.core.celery import BoundedScheduler
