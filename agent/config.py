@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from agent.errors import ConfigError
+from agent.protocol import DataPolicy
 from agent.terms import CircuitTable, OwnerTable, PowerTable, TariffTable, Terms
 
 __all__ = [
@@ -175,6 +176,22 @@ class PlansTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What was loaded stays at least so long. Nothing is loaded for hours that end sooner."""
 
 
+class DataTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[data]`: what you declare of this machine and of the texts that pass through it. Renters may ask for it, and
+    take you at your word. What is left out is not declared."""
+
+    region: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    country: Annotated[str, msgspec.Meta(pattern="^([A-Z]{2})?$")] = ""
+    retention_days: Annotated[int, msgspec.Meta(ge=0, le=3_650)] | None = None
+    trains: bool | None = None
+    operator: Literal["", "person", "datacentre"] = ""
+
+    @property
+    def policy(self) -> DataPolicy:
+        """As it travels."""
+        return DataPolicy(self.region, self.country, self.retention_days, self.trains, self.operator)
+
+
 class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole of config.toml."""
 
@@ -185,6 +202,7 @@ class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     circuits: Annotated[list[CircuitTable], msgspec.Meta(max_length=64)] = []
     weights: WeightsTable = WeightsTable()
     plans: PlansTable = PlansTable()
+    data: DataTable = DataTable()
     stop_grace_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 2.0
     """How long running answers may finish when the agent is asked to stop."""
 
@@ -322,6 +340,16 @@ tariff = "drain"
 [weights]
 # Room for downloaded models, in GiB. Over it, what was not used for longest and is not named below is deleted.
 budget_gib = 100.0
+
+[data]
+# What you declare of this machine, for renters who ask: where it stands, for how many days texts of others are kept
+# on it (0: not at all; Fallow itself keeps none), whether anybody trains models with them, and whether a person or a
+# datacentre runs it. Renters whose data_collection is "deny" come only to retention_days = 0 with trains = false.
+# region = "eu-central"
+# country = "DE"
+# retention_days = 0
+# trains = false
+# operator = "person"
 
 [plans]
 # Whether the marketplace may say which of your models is loaded when, by what is asked for: those below with

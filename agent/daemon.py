@@ -80,6 +80,7 @@ class Daemon:
             identity.sign,
             declared_idle_watts=config.power.idle_watts,
             declared_load_watts=config.power.load_watts,
+            data=config.data.policy,
         )
         self._checks = checks or {}
         self._changed_weights: dict[str, str] = {}
@@ -329,7 +330,9 @@ class Daemon:
         power = config.power
         self._dispatch(
             events.TermsChanged(
-                *(asks, power.idle_watts, power.load_watts, time.monotonic()), accepts_plans=config.plans.accept
+                *(asks, power.idle_watts, power.load_watts, time.monotonic()),
+                accepts_plans=config.plans.accept,
+                data=config.data.policy,
             )
         )
 

@@ -12,6 +12,7 @@ from agent.engines.port import EngineFacts, Piece, Usage
 from agent.plans import Room
 from agent.protocol import (
     Accepted,
+    DataPolicy,
     Evict,
     Failed,
     Finished,
@@ -152,6 +153,7 @@ class TermsChanged:
     load_watts: float | None
     now: float
     accepts_plans: bool = False
+    data: DataPolicy | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,12 +160,27 @@ class OfferReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     decode_tokens_per_s: float | None = None
 
 
+class DataPolicy(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What the owner declares of the machine, and of texts that pass through it. None and empty: not declared."""
+
+    region: str = ""
+    country: str = ""
+    """ISO 3166, two letters."""
+    retention_days: int | None = None
+    """For how long prompts and answers are kept there; 0: not at all."""
+    trains: bool | None = None
+    """They are used to train models."""
+    operator: str = ""
+    """`person` or `datacentre`."""
+
+
 class Inventory(Frame, frozen=True, array_like=True, tag="inventory"):
     """Agent -> gateway: the complete list of offers, replacing the last one."""
 
     offers: list[OfferReport]
     declared_idle_watts: float | None = None
     declared_load_watts: float | None = None
+    data: DataPolicy | None = None
 
 
 # --- what it could have -------------------------------------------------------------------------------------------

@@ -53,6 +53,7 @@ from agent.protocol import (
     RESUME_S,
     Accepted,
     Cancel,
+    DataPolicy,
     Failed,
     Finished,
     Inventory,
@@ -121,6 +122,7 @@ class AgentState:
         *,
         declared_idle_watts: float | None = None,
         declared_load_watts: float | None = None,
+        data: DataPolicy | None = None,
     ) -> None:
         self.engines = {item.key: EngineState(item, wanted=item.load is not LoadMode.PLAN) for item in served}
         if len(self.engines) != len(served):
@@ -134,6 +136,7 @@ class AgentState:
         self.draining = False
         self._sign = sign
         self._watts = (declared_idle_watts, declared_load_watts)
+        self._data = data
         self._end_at: float | None = None
         """When a stopping agent ends what still runs."""
         self._told: Inventory | None = None
@@ -217,6 +220,7 @@ class AgentState:
             ],
             declared_idle_watts=self._watts[0],
             declared_load_watts=self._watts[1],
+            data=self._data,
         )
 
     def _held_apart(self, engine: EngineState) -> bool:
@@ -717,6 +721,7 @@ class AgentState:
                     output_nano_usd_per_mtok=output,
                 )
         self._watts = (event.idle_watts, event.load_watts)
+        self._data = event.data
         if not event.accepts_plans:
             for engine in self.engines.values():
                 engine.wanted, engine.why = engine.served.load is not LoadMode.PLAN, ""

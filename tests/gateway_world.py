@@ -308,6 +308,7 @@ class World:
         choices: bool = True,
         resumes: bool = False,
         attempts: list[protocol.RunningAttempt] | None = None,
+        data: protocol.DataPolicy | None = None,
         **offer: Any,
     ) -> ScriptedAgent:
         """A node goes live with one offer. What its agent can do, and still runs, is in its greeting: `choices` of more
@@ -322,7 +323,7 @@ class World:
         agent = ScriptedAgent(enrolled, connection, behaviour)
         self.agents.append(agent)
         report = offer_report(**{"variant_sha256": _columns["sha256"], "prefix_cache_s": 0.0, **offer})
-        await agent.say(telemetry(), Inventory([report], None, None))
+        await agent.say(telemetry(), Inventory([report], None, None, data))
         await until(lambda: any(seen.node_id == enrolled.node_id for seen in self.offers()))
         return agent
 

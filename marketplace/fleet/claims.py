@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 from uuid import UUID
 
-from agent.protocol import DeviceReport, Inventory, OfferReport
-from marketplace.matching.types import Rates
+from agent.protocol import DataPolicy, DeviceReport, Inventory, OfferReport
+from marketplace.matching.types import UNDECLARED, DataTerms, Rates
 
 MAX_DEVICES: Final = 64
 MAX_THROTTLES: Final = 16
+MAX_RETENTION_DAYS: Final = 3_650
+MAX_REGION_CHARACTERS: Final = 64
+OPERATORS: Final = ("person", "datacentre")
 MAX_OFFERS: Final = 128
 MAX_CHARS: Final = 200
 MAX_SLOTS: Final = 4_096
@@ -160,6 +163,20 @@ def _clean(report: DeviceReport) -> DeviceReport:
         reason=report.reason[:MAX_CHARS] if plain(report.reason[:MAX_CHARS]) else "",
         throttle=None if report.throttle is None else [name for name in report.throttle[:MAX_THROTTLES] if plain(name)],
     )
+
+
+def check_data(policy: DataPolicy | None) -> tuple[str, DataTerms]:
+    """(region, terms) as an owner declares them; what makes no sense is not declared."""
+    if policy is None:
+        return "", UNDECLARED
+    country = policy.country if len(policy.country) == 2 and policy.country.isascii() else ""
+    terms = DataTerms(
+        country=country if country.isalpha() and country.isupper() else "",
+        retention_days=int_within(policy.retention_days, MAX_RETENTION_DAYS),
+        trains=policy.trains,
+        operator=policy.operator if policy.operator in OPERATORS else "",
+    )
+    return policy.region if plain(policy.region) and len(policy.region) <= MAX_REGION_CHARACTERS else "", terms
 
 
 def free_memory_bytes(reports: list[DeviceReport]) -> dict[str, int | None]:

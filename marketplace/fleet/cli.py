@@ -17,7 +17,7 @@ from marketplace.core.database import transaction
 from marketplace.core.errors import FallowError
 from marketplace.fleet import enrolment
 from marketplace.fleet.market import offered, paid
-from marketplace.fleet.repository import NodeRow, list_nodes, set_region
+from marketplace.fleet.repository import NodeRow, attest, list_nodes, set_region
 from marketplace.matching.market import Market, market, place
 from marketplace.metering.pricing import Rates
 
@@ -120,6 +120,20 @@ def region_(
     try:
         with transaction(process.session_factory()) as session:
             set_region(session, node, region)
+    except FallowError as error:
+        typer.echo(error.message, err=True)
+        raise typer.Exit(1) from None
+
+
+@app.command("attest")
+def attest_(
+    node: Annotated[UUID, typer.Argument(help="The node's id.")],
+    no: Annotated[bool, typer.Option("--no", help="It no longer holds.")] = False,
+) -> None:
+    """Say that you have seen proof of the data policy that a node's owner declares. Renters read it."""
+    try:
+        with transaction(process.session_factory()) as session:
+            attest(session, node, attested=not no)
     except FallowError as error:
         typer.echo(error.message, err=True)
         raise typer.Exit(1) from None

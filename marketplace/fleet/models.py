@@ -44,6 +44,10 @@ class Node(Base):
     """Attempts that failed by the node's own fault."""
     region: Mapped[str] = mapped_column(server_default="")
     """Where it stands, as its owner or the operator says; empty: not said."""
+    data_terms: Mapped[dict[str, Any] | None]
+    """What its owner declared last of data that passes through it: matching.types.DataTerms."""
+    attested_at: Mapped[datetime | None]
+    """When the operator saw proof of that."""
     enrolled_at: Mapped[datetime] = mapped_column(server_default=func.now())
     last_seen_at: Mapped[datetime | None]
 

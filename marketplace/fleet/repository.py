@@ -6,7 +6,7 @@ Time is the database's, save in energy samples. Statements that touch several no
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Final
 from uuid import UUID
@@ -19,12 +19,11 @@ from agent.protocol import DeviceReport
 from marketplace.accounts.models import Organisation
 from marketplace.core.errors import BadRequest, NotFound
 from marketplace.fleet import held
-from marketplace.fleet.claims import Claim
+from marketplace.fleet.claims import MAX_REGION_CHARACTERS, Claim
 from marketplace.fleet.energy import Stretch
 from marketplace.fleet.models import Device, EnergySample, Node, NodeStanding, Offer, OfferedInterval
-from marketplace.matching.types import Rates
+from marketplace.matching.types import DataTerms, Rates
 
-MAX_REGION_CHARACTERS: Final = 64
 STALE_INTERVAL_S: Final = 60.0
 """An open interval that nobody moved on for this long belongs to a gateway that died."""
 
@@ -43,6 +42,8 @@ class NodeIdentity:
     region: str = ""
     standing: str = "proven"
     """See matching.standing; a node without a row of it is older than standings are."""
+    attested: bool = False
+    """The operator has seen proof of what its owner declares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,7 @@ def find_nodes(session: Session, node_ids: Sequence[UUID]) -> list[NodeIdentity]
             Node.state,
             Node.region,
             func.coalesce(NodeStanding.standing, "proven"),
+            Node.attested_at.is_not(None),
         )
         .outerjoin(NodeStanding, NodeStanding.node_id == Node.id)
         .where(Node.id.in_(node_ids))
@@ -115,6 +117,14 @@ def set_region(session: Session, node_id: UUID, region: str) -> None:
     if len(region) > MAX_REGION_CHARACTERS or not region.isprintable():
         raise BadRequest(f"A region is at most {MAX_REGION_CHARACTERS} printable characters.", param="region")
     found = session.scalars(update(Node).where(Node.id == node_id).values(region=region).returning(Node.id)).first()
+    if found is None:
+        raise NotFound(f"There is no node {node_id}.")
+
+
+def attest(session: Session, node_id: UUID, *, attested: bool) -> None:
+    """Say that proof was seen of what a node's owner declares, or that it no longer holds. Raises NotFound."""
+    when = func.now() if attested else None
+    found = session.scalars(update(Node).where(Node.id == node_id).values(attested_at=when).returning(Node.id)).first()
     if found is None:
         raise NotFound(f"There is no node {node_id}.")
 
@@ -165,6 +175,7 @@ def sync_node(
     *,
     available: bool,
     reason: str = "",
+    data: DataTerms | None = None,
     declared_idle_mw: int | None,
     declared_load_mw: int | None,
     set_price: SetPrice,
@@ -174,7 +185,11 @@ def sync_node(
     session.execute(
         update(Node)
         .where(Node.id == node.node_id)
-        .values(declared_idle_mw=declared_idle_mw, declared_load_mw=declared_load_mw)
+        .values(
+            declared_idle_mw=declared_idle_mw,
+            declared_load_mw=declared_load_mw,
+            **({} if data is None else {"data_terms": asdict(data)}),
+        )
     )
     _upsert_devices(session, node.node_id, devices)
     listed = [_upsert_offer(session, node.node_id, claim, set_price) for claim in claims]

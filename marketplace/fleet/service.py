@@ -230,6 +230,7 @@ class Fleet:
     def on_inventory(self, session: NodeSession, frame: Inventory) -> None:
         """A new list of offers: what it lacks goes from the view at once, what is new comes once it is stored."""
         session.inventory = frame
+        session.region, session.data = claims.check_data(frame.data)
         self._check_claims(session)
         session.show(self.view, self._gateway_id, self._shape_of)
         session.dirty.set()
@@ -300,6 +301,7 @@ class Fleet:
             devices=list(session.devices),
             available=session.available,
             reason=session.unavailable_reason,
+            data=session.data if inventory is not None else None,
             declared_idle_mw=claims.declared_mw(inventory.declared_idle_watts if inventory else None),
             declared_load_mw=claims.declared_mw(inventory.declared_load_watts if inventory else None),
             set_price=set_price,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 from uuid import UUID
 
@@ -22,7 +22,7 @@ from marketplace.fleet.sender import FrameSender
 from marketplace.fleet.view import FleetView
 from marketplace.matching.fit import figures
 from marketplace.matching.standing import Standing
-from marketplace.matching.types import OfferView
+from marketplace.matching.types import UNDECLARED, OfferView
 
 VOID_EVERY_S: Final = 1.0
 """How often a node is told about one attempt that it should forget."""
@@ -90,6 +90,8 @@ class NodeSession:
         """The agent takes answers up again after a break."""
         self.gives_choices = False
         """The agent gives several answers to one request."""
+        self.region, self.data = "", UNDECLARED
+        """As the owner declares them with the last inventory."""
         self.plans = False
         """The agent understands advice."""
         self.ability: Ability | None = None
@@ -208,7 +210,8 @@ class NodeSession:
             decode_tokens_per_s=claim.decode_tokens_per_s,
             memory_free_bytes=claims.free_memory_bytes([device])[claim.device_id] if device else None,
             unavailable_reason=self.why_not,
-            region=self.node.region,
+            region=self.node.region or self.region,
+            data=replace(self.data, attested=self.node.attested),
             probation=self.node.standing == Standing.PROBATION,
             memory_needed_bytes=known.memory_needed_bytes,
             kv_step_s_per_token=known.kv_step_s_per_token,

@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 
 from marketplace.core.valkey import Script, ValkeyDownError
 from marketplace.fleet.reservations import slots_key
-from marketplace.matching.types import OfferView, Rates
+from marketplace.matching.types import DataTerms, OfferView, Rates
 
 INDEX_KEY: Final = "fallow:fleet"
 TTL_S: Final = 10.0
@@ -62,6 +62,8 @@ class PublishedOffer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     power_fraction: float = 1.0
     headroom: float = 1.0
     gives_choices: bool = False
+    data: tuple[str, int | None, bool | None, str, bool] = ("", None, None, "", False)
+    """The fields of matching.types.DataTerms, in order."""
 
     @classmethod
     def of(cls, offer: OfferView, connected_at_us: int) -> PublishedOffer:
@@ -92,6 +94,7 @@ class PublishedOffer(msgspec.Struct, frozen=True, array_like=True, gc=False):
             kv_step_s_per_token=offer.kv_step_s_per_token,
             power_fraction=offer.power_fraction,
             headroom=offer.headroom,
+            data=_data(offer.data),
             gives_choices=offer.gives_choices,
         )
 
@@ -124,8 +127,13 @@ class PublishedOffer(msgspec.Struct, frozen=True, array_like=True, gc=False):
             kv_step_s_per_token=self.kv_step_s_per_token,
             power_fraction=self.power_fraction,
             headroom=self.headroom,
+            data=DataTerms(*self.data),
             gives_choices=self.gives_choices,
         )
+
+
+def _data(data: DataTerms) -> tuple[str, int | None, bool | None, str, bool]:
+    return data.country, data.retention_days, data.trains, data.operator, data.attested
 
 
 class GatewaySnapshot(msgspec.Struct, frozen=True, array_like=True):

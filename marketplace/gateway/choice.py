@@ -24,7 +24,7 @@ from marketplace.core.ids import show
 from marketplace.gateway.parse import Inference, InvalidBody, ProviderBody
 from marketplace.gateway.services import Services
 from marketplace.matching.rank import rank, worst_nano
-from marketplace.matching.types import Demand, Filter, OfferView, Ranked, Rates, Refusal, Sort
+from marketplace.matching.types import DataTerms, Demand, Filter, OfferView, Ranked, Rates, Refusal, Sort
 from marketplace.metering.pricing import worst_case
 
 ALIASES: Final = {
@@ -66,6 +66,7 @@ class Choice:
     ceiling: Rates | None = None
     regions: frozenset[str] = frozenset()
     proven_only: bool = False
+    private_only: bool = False
 
     @property
     def lists(self) -> bool:
@@ -98,6 +99,7 @@ class Choice:
             ceiling=demand.ceiling or self.ceiling,
             regions=self.regions,
             proven_only=self.proven_only,
+            private_only=self.private_only,
             sort=self.sort,
         )
 
@@ -123,6 +125,7 @@ def choice_of(asked: ProviderBody | None, default: Mapping[str, Any] | None) -> 
         ceiling=_ceiling(asked),
         regions=frozenset(asked.regions or ()),
         proven_only=asked.data_collection == "deny",
+        private_only=asked.data_collection == "deny",
     )
 
 
@@ -241,6 +244,17 @@ def _best(services: Services, chat: Inference, choice: Choice, candidates: Seque
 # --- what the answer says -------------------------------------------------------------------------------------------
 
 
+def data_object(data: DataTerms) -> dict[str, Any]:
+    """What an owner declares, as renters read it; null where it is not declared."""
+    return {
+        "country": data.country or None,
+        "retention_days": data.retention_days,
+        "trains": data.trains,
+        "operator": data.operator or None,
+        "attested": data.attested,
+    }
+
+
 def served_by(offer: OfferView, variant: VariantView) -> dict[str, Any]:
     """Who served an answer, and at which price: the `provider` member of an answer."""
     return {
@@ -249,6 +263,7 @@ def served_by(offer: OfferView, variant: VariantView) -> dict[str, Any]:
         "variant": variant.name,
         "quantization": variant.quantisation.lower(),
         "region": offer.region or None,
+        "data": data_object(offer.data),
         "price": {
             "input": usd(offer.rates.input),
             "cached_input": usd(offer.rates.cached_input),

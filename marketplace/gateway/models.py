@@ -63,6 +63,11 @@ def model_object(services: Services, variant: VariantView) -> dict[str, Any]:
             "prefill_tokens_per_s": _middle(offer.prefill_tokens_per_s for offer in offers),
             "decode_tokens_per_s": _middle(offer.decode_tokens_per_s for offer in offers),
         },
+        "data": {
+            "private_nodes": len({offer.node_id for offer in offers if offer.data.private}),
+            "regions": sorted({offer.region for offer in offers if offer.region}),
+            "countries": sorted({offer.data.country for offer in offers if offer.data.country}),
+        },
         "simulated": bool(offers) and all(offer.simulated for offer in offers),
         "pricing": _pricing(best),
         "flex_pricing": _pricing(

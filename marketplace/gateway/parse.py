@@ -157,7 +157,7 @@ class ProviderBody(_Strict, frozen=True):
     sort: Literal["price", "throughput", "latency"] | None = None
     max_price: MaxPriceBody | None = None
     data_collection: Literal["allow", "deny"] | None = None
-    """`deny`: no node that is still on probation."""
+    """`deny`: only nodes whose owners declare that nothing is kept or trained with, and none on probation."""
     regions: Annotated[list[ShortText], Meta(max_length=32)] | None = None
 
 

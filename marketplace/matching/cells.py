@@ -40,6 +40,12 @@ class Key(NamedTuple):
     simulated: bool
     probation: bool
     capped: bool
+    country: str
+    private: bool
+
+    def stands_in(self, regions: frozenset[str]) -> bool:
+        """True if its region or country is among these."""
+        return self.region in regions or self.country in regions
 
 
 def key_of(live: Live) -> Key:
@@ -55,6 +61,8 @@ def key_of(live: Live) -> Key:
         offer.simulated,
         offer.probation,
         live.capped,
+        offer.data.country,
+        offer.data.private,
     )
 
 

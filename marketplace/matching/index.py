@@ -443,7 +443,7 @@ class FleetIndex:
         demand = wanted.demand
         length = int(2.0 * math.log2(wanted.prompt)) if wanted.prompt > 0 else 0
         mix = int(wanted.input_part * MIX_STEPS)
-        key = (demand.service, demand.sort, demand.regions, demand.proven_only, length, mix)
+        key = (demand.service, demand.sort, demand.regions, demand.proven_only, demand.private_only, length, mix)
         order = market.orders.get(key)
         if order is None:
             if len(market.orders) >= MAX_ORDERS:
@@ -470,9 +470,9 @@ class FleetIndex:
         key = cell.key
         if key.simulated and not self.rules.allow_simulated:
             return False
-        if demand.regions and key.region not in demand.regions:
+        if demand.regions and not key.stands_in(demand.regions):
             return False
-        return not (demand.proven_only and key.probation)
+        return not (demand.proven_only and key.probation) and (key.private or not demand.private_only)
 
     def _hidden_picks(self, now_s: float) -> float:
         """Picks of other gateways that this one's snapshot does not show, were they as busy as this one."""
@@ -520,7 +520,8 @@ class FleetIndex:
         checks = (
             (key.simulated and not self.rules.allow_simulated, Filter.SIMULATED),
             (demand.ceiling is not None and not cell.floor.within(demand.ceiling), Filter.PRICE),
-            (bool(demand.regions) and key.region not in demand.regions, Filter.REGION),
+            (bool(demand.regions) and not key.stands_in(demand.regions), Filter.REGION),
+            (demand.private_only and not key.private, Filter.DATA),
             (demand.proven_only and key.probation, Filter.UNPROVEN),
         )
         return next((name for hit, name in checks if hit), None)

@@ -32,6 +32,27 @@ class Sort(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class DataTerms:
+    """What a node's owner declares of it, and of texts that pass through it. None and empty: not declared."""
+
+    country: str = ""
+    retention_days: int | None = None
+    trains: bool | None = None
+    operator: str = ""
+    """`person` or `datacentre`."""
+    attested: bool = False
+    """The operator of the marketplace has seen proof."""
+
+    @property
+    def private(self) -> bool:
+        """True if its owner declares that nothing is kept and nothing trained with."""
+        return self.retention_days == 0 and self.trains is False
+
+
+UNDECLARED = DataTerms()
+
+
+@dataclass(frozen=True, slots=True)
 class OfferView:
     """One offer as the fleet view knows it now."""
 
@@ -75,6 +96,7 @@ class OfferView:
     """Power limit over the device's own: a capped card prefills slower and decodes as before."""
     headroom: float = 1.0
     """Memory of the device over what this variant needs of it: a large card wasted on a small model."""
+    data: DataTerms = UNDECLARED
     gives_choices: bool = False
     """Its agent gives several answers to one request."""
 
@@ -96,7 +118,9 @@ class Demand:
     """By node: leading tokens of this prompt that it holds in its cache."""
     sort: Sort = Sort.BALANCED
     regions: frozenset[str] = frozenset()
-    """Only nodes in one of these. Empty: anywhere."""
+    """Only nodes in one of these regions or countries. Empty: anywhere."""
+    private_only: bool = False
+    """Only nodes whose owners declare that they keep nothing, and train nothing with it."""
     proven_only: bool = False
     """No node on probation."""
     most_nano: int | None = None
@@ -133,6 +157,7 @@ class Filter(StrEnum):
     RESERVED = "slot taken by a simultaneous request"
     BREAKER = "resting after failures"
     REGION = "outside the regions asked for"
+    DATA = "does not declare that it keeps no data"
     PROBATION = "on probation, and its few slots are taken"
     UNPROVEN = "on probation"
     BALANCE = "worst case above the balance"

@@ -17,7 +17,7 @@ from marketplace.matching.index import Chosen, FleetIndex, Reservation
 from marketplace.matching.line import PATIENCE_S, Line, Waiting
 from marketplace.matching.rank import refusal_of
 from marketplace.matching.rules import Rules
-from marketplace.matching.types import Demand, OfferView, Rates, Refusal, Service, Sort
+from marketplace.matching.types import UNDECLARED, DataTerms, Demand, OfferView, Rates, Refusal, Service, Sort
 from tests.fleet_world import VARIANT_ID, demand, offer_view
 
 NOW = 100.0
@@ -46,6 +46,7 @@ def offers(draw: st.DrawFn, number: int | None = None) -> OfferView:
         decode_tokens_per_s=draw(st.none() | st.floats(1.0, 1e4)),
         power_fraction=draw(st.sampled_from([0.5, 1.0])),
         headroom=draw(st.floats(1.0, 50.0)),
+        data=draw(st.sampled_from([UNDECLARED, DataTerms("DE", 0, False), DataTerms("eu", 30, False)])),
         memory_needed_bytes=draw(st.none() | st.just(10)),
         memory_free_bytes=draw(st.none() | st.sampled_from([5, 20])),
     )
@@ -62,6 +63,7 @@ demands = st.builds(
     sort=st.sampled_from(Sort),
     regions=st.sampled_from([frozenset(), frozenset({"eu"})]),
     proven_only=st.booleans(),
+    private_only=st.booleans(),
     most_nano=st.none() | st.integers(0, 10**6),
 )
 resting_nodes = st.frozensets(nodes, max_size=2)

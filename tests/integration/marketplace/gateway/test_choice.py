@@ -9,9 +9,14 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from sqlalchemy import text
 
-from marketplace.core.database import SessionFactory
+from agent.protocol import DataPolicy
+from marketplace.core.database import SessionFactory, transaction
 from marketplace.core.settings import Settings
+from marketplace.fleet.models import Node
+from marketplace.fleet.repository import attest
+from tests.fleet_world import enrol_node
 from tests.gateway_world import (
     CHAT,
     MODEL_ID,
@@ -267,3 +272,54 @@ class TestAKeysDefault:
                 assert "outside the regions asked for" in error.message
 
         asyncio.run(story())
+
+
+class TestADataPolicy:
+    @pytest.mark.parametrize("of_the_key", [True, False])
+    def test_is_a_hard_filter_with_a_reason(
+        self, settings: Settings, session_factory: SessionFactory, of_the_key: bool
+    ) -> None:
+        deny = {"data_collection": "deny"}
+        renter = add_renter(session_factory, **({"routing": deny} if of_the_key else {}))
+        asked = {} if of_the_key else deny
+        nodes = [enrol_node(session_factory, owner=f"owner-{number}", name="box") for number in range(2)]
+        with transaction(session_factory) as session:
+            session.execute(text("update node_standings set standing = 'proven'"))
+
+        async def story() -> None:
+            async with world(settings, session_factory) as market:
+                await market.connect(answers, node=nodes[0], data=DataPolicy(retention_days=30, trains=False))
+                error = await refused(market, renter, asked)
+                assert "does not declare that it keeps no data" in error.message
+                policy = DataPolicy("eu-central", "DE", 0, False, "person")
+                private = await market.connect(answers, node=nodes[1], data=policy, **DEAR)
+                for _ in range(3):
+                    found = await served(market, renter, asked)
+                    assert found["name"] == node_of(private)
+                declared = {"country": "DE", "retention_days": 0, "trains": False, "operator": "person"}
+                assert found["data"] == {**declared, "attested": False}
+                assert found["region"] == "eu-central"
+                assert (await served(market, renter, {**asked, "regions": ["DE"]}))["name"] == node_of(private)
+                (model,) = (await market.client(renter).models.list()).data
+                told = (model.model_extra or {})["data"]
+                assert told == {"private_nodes": 1, "regions": ["eu-central"], "countries": ["DE"]}
+
+        asyncio.run(story())
+
+    def test_may_be_attested_by_the_operator(self, settings: Settings, session_factory: SessionFactory) -> None:
+        renter = add_renter(session_factory)
+        node = enrol_node(session_factory, owner="owner", name="box")
+        with transaction(session_factory) as session:
+            attest(session, node.node_id, attested=True)
+
+        async def story() -> None:
+            async with world(settings, session_factory) as market:
+                await market.connect(answers, node=node, data=DataPolicy(retention_days=0, trains=False))
+                assert (await served(market, renter))["data"]["attested"] is True
+
+        asyncio.run(story())
+        with session_factory() as session:
+            stored = session.get(Node, node.node_id)
+            assert stored is not None
+            assert stored.data_terms is not None
+            assert stored.data_terms["retention_days"] == 0

@@ -7,9 +7,17 @@ from uuid import UUID
 
 import pytest
 
-from agent.protocol import Inventory
+from agent.protocol import DataPolicy, Inventory
 from marketplace.fleet import claims
-from marketplace.fleet.claims import KnownVariant, check_devices, check_inventory, declared_mw, free_memory_bytes
+from marketplace.fleet.claims import (
+    KnownVariant,
+    check_data,
+    check_devices,
+    check_inventory,
+    declared_mw,
+    free_memory_bytes,
+)
+from marketplace.matching.types import UNDECLARED
 from tests.fleet_world import SHA256, device, offer_report
 
 
@@ -123,3 +131,15 @@ class TestTelemetry:
     )
     def test_declared_watts_are_whole_milliwatts_or_unknown(self, watts: float | None, expected: int | None) -> None:
         assert declared_mw(watts) == expected
+
+
+class TestADataPolicy:
+    def test_that_makes_no_sense_is_not_declared(self) -> None:
+        odd = DataPolicy("x" * 65, "de", -1, None, "alien")
+        assert check_data(odd) == ("", UNDECLARED)
+        assert check_data(None) == ("", UNDECLARED)
+
+    def test_is_private_only_if_both_are_declared(self) -> None:
+        assert check_data(DataPolicy(retention_days=0, trains=False))[1].private
+        assert not check_data(DataPolicy(retention_days=0))[1].private
+        assert not check_data(DataPolicy(trains=False))[1].private

@@ -13,7 +13,7 @@ import pytest
 from marketplace.matching.index import Chosen, FleetIndex
 from marketplace.matching.rank import rank
 from marketplace.matching.rules import Rules
-from marketplace.matching.types import Demand, Filter, OfferView, Rates, Refusal, Service, Sort
+from marketplace.matching.types import DataTerms, Demand, Filter, OfferView, Rates, Refusal, Service, Sort
 from tests.fleet_world import VARIANT_ID, demand, offer_view
 
 SEED = 20_260_202
@@ -166,6 +166,21 @@ class TestAPick:
         assert isinstance(decision, Refusal)
         assert decision.refused == {Filter.REGION: 2}
         assert decision.hopeless
+
+    def test_keeps_to_owners_who_declare_that_they_keep_nothing(self) -> None:
+        silent, kept = offer_view(), offer_view(data=DataTerms(retention_days=30, trains=False))
+        trained = offer_view(data=DataTerms(retention_days=0, trains=True))
+        private = offer_view(data=DataTerms(retention_days=0, trains=False), slots=1)
+        index = index_of(silent, kept, trained, private)
+        assert pick(index, demand(private_only=True), Random(1)).offer is private
+        decision = index.choose(demand(private_only=True), NOW, Random(1))
+        assert isinstance(decision, Refusal)
+        assert decision.refused == {Filter.DATA: 3, Filter.FULL: 1}
+
+    def test_takes_a_country_for_a_region(self) -> None:
+        index = index_of(offer_view(region="eu-central", data=DataTerms(country="DE")), offer_view(region="us"))
+        assert pick(index, demand(regions=frozenset({"DE"})), Random(1)).offer.data.country == "DE"
+        assert pick(index, demand(regions=frozenset({"eu-central"})), Random(1)).offer.data.country == "DE"
 
     def test_stays_within_a_balance(self) -> None:
         dear, cheap = offer_view(rates=Rates(10**9, 0, 10**9)), offer_view(prefill_tokens_per_s=10.0)
