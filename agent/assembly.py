@@ -23,6 +23,8 @@ from agent.engines.factory import EngineConfig, make_engine
 from agent.engines.port import Engine
 from agent.planning import Fetch, needed_bytes
 from agent.records import LoadMode, Served
+from agent.sizing.gguf import GgufError, read_header
+from agent.sizing.variants import DEFAULT_POOLING, EMBED, pooling_of, variant_sha256
 from agent.telemetry import nvml
 from agent.telemetry.cpu import CpuSource, DeclaredPower
 from agent.telemetry.port import Source
@@ -35,7 +37,9 @@ SETTLED_AFTER_S: Final = 3.0
 """By then the engines are being loaded, and everything that the agent needs was imported."""
 
 
-def engine_config(model: ModelTable, weights: Path | None, run_dir: Path, device_id: str = "cpu") -> EngineConfig:
+def engine_config(
+    model: ModelTable, weights: Path | None, run_dir: Path, device_id: str = "cpu", pooling: str = ""
+) -> EngineConfig:
     """What config.toml says, for the engine's factory. Raises ConfigError if the key file cannot be read."""
     api_key = None
     if model.api_key_file is not None:
@@ -61,6 +65,8 @@ def engine_config(model: ModelTable, weights: Path | None, run_dir: Path, device
         program=model.command,
         arguments=tuple(model.arguments),
         memory_share=model.memory_share,
+        task=model.task,
+        pooling=pooling,
         isolate=model.isolate,
         simulation=dict(model.simulation),
     )
@@ -101,7 +107,9 @@ def _prepare(
     home: Path, number: int, model: ModelTable, *, hashes: HashStore, store: WeightStore, cards: list[str]
 ) -> list[_Prepared]:
     """One model's engines: a replica on every card that is meant."""
-    variant, weights = _find_weights(model, hashes, store)
+    weights_sha256, weights = _find_weights(model, hashes, store)
+    pooling = _pooling(model, weights) if model.task == EMBED else ""
+    variant = variant_sha256(weights_sha256, model.task, pooling)
     ask = model.ask_usd_per_mtok.parse()
     devices = cards if model.device == "gpu" else [model.device]
     if not devices:
@@ -110,9 +118,9 @@ def _prepare(
         )
     check = fetch = None
     if weights is not None and not weights.is_dir():
-        check = _checker(hashes, weights, variant)
+        check = _checker(hashes, weights, weights_sha256)
     if model.load == "plan" and model.weights is not None and is_url(model.weights):
-        fetch = Fetch(store, model.weights, variant)
+        fetch = Fetch(store, model.weights, weights_sha256)
     prepared = []
     for place, device_id in enumerate(devices):
         served = Served(
@@ -129,9 +137,10 @@ def _prepare(
             engine=model.engine,
             needed_bytes=needed_bytes(model, weights, on_gpu=device_id != "cpu"),
             weights_bytes=weights.stat().st_size if weights is not None and weights.is_file() else 0,
+            task=model.task,
         )
         try:
-            settings = engine_config(model, weights, home / "run" / f"{number}-{place}", device_id)
+            settings = engine_config(model, weights, home / "run" / f"{number}-{place}", device_id, pooling)
             make_engine(settings)
         except ValueError as error:
             raise ConfigError(f"models[{number}]: {error}.") from error
@@ -139,9 +148,21 @@ def _prepare(
     return prepared
 
 
-def _checker(hashes: HashStore, path: Path, variant: str) -> Callable[[bool], None]:
+def _pooling(model: ModelTable, weights: Path | None) -> str:
+    """How this model's vectors are made. Raises ConfigError for a file that cannot be read."""
+    if model.pooling is not None:
+        return model.pooling
+    if weights is None or not weights.is_file():
+        return DEFAULT_POOLING
+    try:
+        return pooling_of(read_header(weights))
+    except (GgufError, OSError) as error:
+        raise ConfigError(f"{weights} does not say how its vectors are made ({error}): set pooling.") from error
+
+
+def _checker(hashes: HashStore, path: Path, weights_sha256: str) -> Callable[[bool], None]:
     def check(afresh: bool) -> None:
-        verify(hashes, path, variant, afresh=afresh)
+        verify(hashes, path, weights_sha256, afresh=afresh)
 
     return check
 
@@ -203,7 +224,7 @@ def build(home: Path, url: str | None = None) -> Daemon:
         for entry in _prepare(home, number, model, hashes=hashes, store=store, cards=cards)
     ]
     if len({entry.served.key for entry in prepared}) != len(prepared):
-        raise ConfigError("config.toml: two models have the same weights on the same device.")
+        raise ConfigError("config.toml: two models have the same weights and task on the same device.")
     return Daemon(
         home=home,
         identity=identity,

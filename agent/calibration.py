@@ -12,8 +12,9 @@ from typing import Final, cast
 
 import msgspec
 
-from agent.engines.port import Done, Engine, EngineError, EngineEvent, EngineFacts, EngineRequest, Piece
+from agent.engines.port import Done, Embedded, Engine, EngineError, EngineEvent, EngineFacts, EngineRequest, Piece
 from agent.identity import write_private
+from agent.sizing.variants import EMBED
 
 log = logging.getLogger("fallow.agent.engine")
 
@@ -95,14 +96,17 @@ async def measure(engine: Engine) -> Speeds:
     """One request of a known length, alone. Raises EngineError."""
     # Nobody else's beginning: nothing of it may lie in a cache.
     prompt = f"{time.time_ns()} " + "one two three four five six " * (PROMPT_WORDS // 6)
-    body: dict[str, object] = {"messages": [{"role": "user", "content": prompt}], "temperature": 0}
+    embeds = engine.facts.task == EMBED
+    body: dict[str, object] = (
+        {"input": [prompt]} if embeds else {"messages": [{"role": "user", "content": prompt}], "temperature": 0}
+    )
     request = EngineRequest(body, ANSWER_TOKENS, "", LIMIT_S)
     began = time.monotonic()
     times: list[float] = []
     done = Done("")
     async with aclosing(cast("AsyncGenerator[EngineEvent, None]", engine.generate(request))) as events:
         async for event in events:
-            if isinstance(event, Piece):
+            if isinstance(event, Piece | Embedded):
                 times.append(time.monotonic())
             elif isinstance(event, Done):
                 done = event

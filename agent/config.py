@@ -20,6 +20,7 @@ import msgspec
 
 from agent.errors import ConfigError
 from agent.protocol import DataPolicy
+from agent.sizing.variants import Pooling, Task
 from agent.terms import CircuitTable, OwnerTable, PowerTable, TariffTable, Terms
 
 __all__ = [
@@ -91,7 +92,8 @@ class AskTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[models.ask_usd_per_mtok]`: decimal strings."""
 
     input: str
-    output: str
+    output: str | None = None
+    """Needed for chat; embeddings have no output."""
     cached_input: str | None = None
     """None: the same as input."""
 
@@ -101,7 +103,8 @@ class AskTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         cached = full if self.cached_input is None else nano_usd_per_mtok(self.cached_input)
         if cached > full:
             raise ConfigError("ask_usd_per_mtok.cached_input is over ask_usd_per_mtok.input.")
-        return Ask(input=full, cached_input=cached, output=nano_usd_per_mtok(self.output))
+        output = 0 if self.output is None else nano_usd_per_mtok(self.output)
+        return Ask(input=full, cached_input=cached, output=output)
 
 
 class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -109,6 +112,11 @@ class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ask_usd_per_mtok: AskTable
     engine: Literal["llama.cpp", "llama-server", "vllm", "openai", "simulated"] = "llama.cpp"
+    task: Task = "chat"
+    """`chat`, or `embed` for vectors. The same file may be sold as both, by two entries."""
+    pooling: Pooling | None = None
+    """Of embeddings: how one vector is made of a text's tokens. None: as the file says, else the mean. It is a part of
+    what is sold, so it must be what the catalogue has."""
     weights: str | None = None
     """A path, `package:NAME/FILE` for a file inside an installed Python package, or an https address (with sha256)."""
     sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")] | None = None
@@ -141,6 +149,13 @@ class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def check(self, where: str) -> None:
         """Raise ConfigError for what the types cannot say."""
         self.ask_usd_per_mtok.parse()
+        if self.task == "chat" and self.ask_usd_per_mtok.output is None:
+            raise ConfigError(f"{where}: ask_usd_per_mtok needs output, the price of a million tokens of answers.")
+        if self.task == "embed" and self.engine in ("llama-server", "vllm"):
+            raise ConfigError(
+                f"{where}: {self.engine} is not started for embeddings here: start it yourself, then use "
+                'engine = "openai" with its url.'
+            )
         if self.weights is None and self.sha256 is None:
             raise ConfigError(f"{where}: set weights, or sha256 where the weights are not on this machine.")
         if self.engine in ("llama.cpp", "llama-server", "vllm") and self.weights is None:
@@ -366,6 +381,8 @@ accept = false
 # llama.cpp, llama-server or vllm (your own installation), or openai for a server that you run yourself on this machine
 # (vLLM, SGLang, Ollama, ...); url is where it answers.
 engine = {_string(initial.engine)}
+# chat, or embed to sell vectors; then only input has a price.
+# task = "embed"
 {_optional("url", initial.engine_url, '"http://127.0.0.1:8000"')}
 # A GGUF file: a path, package:NAME/FILE for a file inside an installed Python package, or an https address with sha256.
 weights = {_string(initial.weights)}

@@ -27,13 +27,14 @@ from agent.choices import combined, request_for
 from agent.client import Client, TurnedAway
 from agent.config import AgentConfig, AskTable, ConfigError, ModelTable
 from agent.earnings import Earnings
-from agent.engines.port import Done, Engine, EngineError, EngineEvent, EngineRequest, Piece
+from agent.engines.port import Done, Embedded, Engine, EngineError, EngineEvent, EngineRequest, Piece
 from agent.events import Event
 from agent.lookout import Lookout
 from agent.planning import Fetch, Planning
 from agent.policy import Sold
 from agent.protocol import Evict, GatewayFrame, Load, RunningAttempt, Telemetry, Welcome
 from agent.records import EngineState, Served
+from agent.sizing.variants import EMBED
 from agent.state import AgentState
 from agent.supervisor import Supervisor, log_name
 from agent.telemetry.port import Source, worth_sending
@@ -275,12 +276,15 @@ class Daemon:
         done = Done("")
         async with contextlib.aclosing(stream):
             async for event in stream:
+                if isinstance(event, Done):
+                    done = event
+                    continue
                 if isinstance(event, Piece):
                     self._dispatch(events.PieceCame(attempt, event, time.monotonic(), choice))
-                    if self._client.congested:
-                        await self._client.room()
-                elif isinstance(event, Done):
-                    done = event
+                elif isinstance(event, Embedded):
+                    self._dispatch(events.VectorsCame(attempt, event, time.monotonic()))
+                if self._client.congested:
+                    await self._client.room()
         return done
 
     # --- the connection (client.Listener) -----------------------------------------------------------------------------
@@ -473,12 +477,13 @@ def _engines_of(config: AgentConfig) -> list[ModelTable]:
 
 def _sold(engine: EngineState) -> Sold:
     served = engine.served
+    embeds = served.task == EMBED
     return Sold(
         variant=served.variant,
         device_id=served.device_id,
-        ask_output_nano=served.output_nano_usd_per_mtok,
+        ask_output_nano=served.input_nano_usd_per_mtok if embeds else served.output_nano_usd_per_mtok,
         slots=served.slots,
-        decode_tokens_per_s=engine.decode_tokens_per_s,
+        decode_tokens_per_s=engine.prefill_tokens_per_s if embeds else engine.decode_tokens_per_s,
         stamp=(engine.phase, engine.generation),
         attached=served.attached,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agent.engines.port import EngineFacts, Piece, Usage
+from agent.engines.port import Embedded, EngineFacts, Piece, Usage
 from agent.plans import Room
 from agent.protocol import (
     Accepted,
@@ -23,6 +23,7 @@ from agent.protocol import (
     Refused,
     Tokens,
     UsageReport,
+    Vectors,
 )
 from agent.records import Served
 
@@ -63,6 +64,13 @@ class PieceCame:
     piece: Piece
     now: float
     choice: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class VectorsCame:
+    attempt: bytes
+    vectors: Embedded
+    now: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +188,7 @@ class Tick:
     now: float
 
 
-WorkEvent = WorkBegan | PieceCame | WorkEnded | WorkBroke | WorkStopped
+WorkEvent = WorkBegan | PieceCame | VectorsCame | WorkEnded | WorkBroke | WorkStopped
 EngineEvent = EngineReady | EngineFailed | IdleVerified
 OwnerEvent = OwnerChanged | TermsChanged | PlanCame | Stopping
 Event = Connected | Disconnected | GatewaySaid | WorkEvent | EngineEvent | OwnerEvent | Tick
@@ -193,7 +201,7 @@ Event = Connected | Disconnected | GatewaySaid | WorkEvent | EngineEvent | Owner
 class Send:
     """Put the frame on the socket; without one, drop it."""
 
-    frame: Accepted | Refused | Tokens | Finished | Failed | Inventory | PlanAnswer
+    frame: Accepted | Refused | Tokens | Vectors | Finished | Failed | Inventory | PlanAnswer
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from typing import Final
 
-from agent.protocol import AgentFrame, Inventory, Tokens
+from agent.protocol import AgentFrame, Inventory, Tokens, Vectors
 
 HIGH_WATER_FRAMES: Final = 1_024
 """Above it producers wait, and with them the engines' streams."""
@@ -22,6 +22,8 @@ def size_bound_bytes(frame: AgentFrame) -> int:
     """An upper bound of the frame's encoded size, cheap to take."""
     if isinstance(frame, Tokens):
         return 128 + 4 * len(frame.text) + 9 * len(frame.token_ids) + len(frame.extra)
+    if isinstance(frame, Vectors):
+        return 128 + len(frame.data)
     if isinstance(frame, Inventory):
         return _FRAME_BYTES + _OFFER_BYTES * len(frame.offers)
     return 4 * _FRAME_BYTES

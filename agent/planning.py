@@ -16,9 +16,10 @@ from agent.config import AgentConfig, ModelTable
 from agent.plans import Room, kept_bytes
 from agent.protocol import ABILITIES_S, Abilities, DeviceReport, DeviceTerms, Evict, Load, RunnableReport
 from agent.records import EnginePhase, EngineState, LoadMode, engine_key
-from agent.sizing.fit import llamacpp_need
+from agent.sizing.fit import llamacpp_need, round_context
 from agent.sizing.gguf import GgufError
 from agent.sizing.shape import read_shape
+from agent.sizing.variants import EMBED
 
 if TYPE_CHECKING:
     from agent.lookout import Lookout
@@ -61,8 +62,10 @@ def needed_bytes(model: ModelTable, weights: Path | None, *, on_gpu: bool) -> in
         shape = read_shape(weights)
     except (GgufError, OSError):
         return None
+    # What embeds reads each input in one piece, with scratch memory for all of it.
+    batch = {"micro_batch": round_context(model.context_per_slot)} if model.task == EMBED else {}
     return llamacpp_need(
-        shape, slots=model.slots, context_per_slot=model.context_per_slot, on_gpu=on_gpu
+        shape, slots=model.slots, context_per_slot=model.context_per_slot, on_gpu=on_gpu, **batch
     ).total  # fmt: skip
 
 

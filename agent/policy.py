@@ -40,6 +40,7 @@ class Sold:
     variant: str
     device_id: str
     ask_output_nano: int
+    """Of an embedding model, which has no output, what it asks for input; and its speed is that of reading."""
     slots: int
     decode_tokens_per_s: float | None = None
     """Of one request; None where it was not measured."""

@@ -19,6 +19,9 @@ SOCKET_PATH: Final = "/agent/v1/socket"
 ENROL_PATH: Final = "/agent/v1/enrol"
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 """A larger message closes the socket: one request body is at most half of it."""
+MAX_VECTORS_BYTES: Final = 256 * 1024
+"""Of one Vectors frame."""
+FLOAT_BYTES: Final = 4
 RESUME_S: Final = 3.0
 """For so long after its socket broke an answer that has begun may be taken up again, on either side."""
 COALESCE_S: Final = 0.002
@@ -296,6 +299,13 @@ class Run(Frame, frozen=True, array_like=True, tag="run"):
     only for an agent whose Hello says `choices`."""
     traceparent: str = ""
     """Of W3C's trace context, for an engine that makes spans of its own. Empty: the request is not traced."""
+    task: str = "chat"
+    """`embed`: the body is an OpenAI embeddings request, and Vectors are the answer. Such a variant's hash is never
+    that of a file, so an agent that does not know the task offers none, and is sent none."""
+    inputs: int = 0
+    """Of an embeddings request: how many vectors are due."""
+    longest_input_tokens: int = 0
+    """Of an embeddings request: what its slot must hold at once; `prompt_tokens` is the sum of all."""
 
 
 class Renew(Frame, frozen=True, array_like=True, tag="renew"):
@@ -359,6 +369,20 @@ class Tokens(Frame, frozen=True, array_like=True, tag="tokens"):
     """Which of the answers it is a piece of. It never goes back."""
 
 
+class Vectors(Frame, frozen=True, array_like=True, tag="vectors"):
+    """Agent -> gateway: the next vectors of an embeddings request, in the order of its inputs. `sequence` as in Tokens.
+    At most MAX_VECTORS_BYTES of data."""
+
+    attempt: bytes
+    epoch: int
+    sequence: int
+    first_index: int
+    """Of the input that the first of them belongs to."""
+    dimensions: int
+    data: bytes
+    """float32, little-endian, one vector after another, each of length 1."""
+
+
 class UsageReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What the engine says it did. None: the engine does not say. 0 is a value."""
 
@@ -375,7 +399,7 @@ class Finished(Frame, frozen=True, array_like=True, tag="finished"):
     attempt: bytes
     epoch: int
     sequence: int
-    """Number of Tokens frames that went before."""
+    """Number of Tokens or Vectors frames that went before."""
     finish_reason: str
     """`stop`, `length`, `tool_calls`, or `cancelled`; empty when the engine ended without one."""
     usage: UsageReport
@@ -451,7 +475,18 @@ FAILURES: Final = {
 }
 
 AgentFrame = (
-    Hello | Goodbye | Telemetry | Inventory | Abilities | PlanAnswer | Accepted | Refused | Tokens | Finished | Failed
+    Hello
+    | Goodbye
+    | Telemetry
+    | Inventory
+    | Abilities
+    | PlanAnswer
+    | Accepted
+    | Refused
+    | Tokens
+    | Vectors
+    | Finished
+    | Failed
 )
 GatewayFrame = Challenge | Welcome | Goodbye | Load | Evict | Run | Renew | Resume | Cancel | ReportAck | Void
 
@@ -488,7 +523,8 @@ def signed_reason(finish_reason: str, finish_reasons: Sequence[str]) -> str:
 def receipt_payload(  # noqa: PLR0917 - the order is the signed format
     attempt: bytes, epoch: int, sequence: int, finish_reason: str, usage: UsageReport, text_sha256: bytes
 ) -> bytes:
-    """The bytes that an agent signs for one answer: what was delivered, by token class, and a hash of the text."""
+    """The bytes that an agent signs for one answer: what was delivered, by token class, and a hash of the text, or of
+    the vectors' data."""
     return b"fallow-receipt-1\0" + _encoder.encode([attempt, epoch, sequence, finish_reason, usage, text_sha256])
 
 

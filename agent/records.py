@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from agent.engines.port import EngineFacts
-from agent.protocol import Failed, Finished, Run, Tokens
+from agent.protocol import Failed, Finished, Run, Tokens, Vectors
 
 RESEND_FIRST_S: Final = 5.0
 
@@ -29,7 +29,7 @@ class Served:
     """A variant that this node is set up to serve, at the owner's ask."""
 
     variant: str
-    """SHA-256 of the weights, hex."""
+    """The variant's hash: of the weights, or for embeddings as agent.sizing.variants makes it."""
     device_id: str
     slots: int
     context_per_slot: int
@@ -46,6 +46,8 @@ class Served:
     """Of its device, while it is loaded; None: not known, as where its weights are not here yet."""
     weights_bytes: int = 0
     """Of those, what the system can take back from a processor's engine at any time: its file's pages."""
+    task: str = "chat"
+    """`chat` or `embed`."""
 
     @property
     def key(self) -> str:
@@ -198,7 +200,7 @@ class AttemptState:
     sequence: int = 0
     token_ids: int = 0
     digest: Any = field(default_factory=hashlib.sha256)
-    pieces: list[Tokens] = field(default_factory=list)
+    pieces: list[Tokens | Vectors] = field(default_factory=list)
     """Everything that was said, until the report is acknowledged: a break may have swallowed the end of it."""
     away_until: float | None = None
     """Set while the socket that the attempt came by is broken: when it is given up."""
@@ -224,7 +226,7 @@ class PendingReport:
     """As it was when the attempt came: its asks are pinned."""
     resend_at: float
     pause_s: float = RESEND_FIRST_S
-    pieces: list[Tokens] = field(default_factory=list)
+    pieces: list[Tokens | Vectors] = field(default_factory=list)
     """For a gateway that takes the answer up after a break; forgotten when none can any more."""
     pieces_until: float = 0.0
 

@@ -136,6 +136,7 @@ class _Pricing(msgspec.Struct):
 
 class _Model(msgspec.Struct):
     weights_sha256: str
+    task: str = "chat"
     pricing: _Pricing | None = None
 
 
@@ -163,7 +164,7 @@ async def prices(url: str, api_key: str) -> dict[str, Price]:
     return {
         model.weights_sha256: Price(Decimal(model.pricing.input), Decimal(model.pricing.output))
         for model in listed
-        if model.pricing is not None
+        if model.pricing is not None and model.task == "chat"
     }
 
 

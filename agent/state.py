@@ -42,6 +42,7 @@ from agent.events import (
     StopWork,
     TermsChanged,
     Tick,
+    VectorsCame,
     VerifyIdle,
     WorkBegan,
     WorkBroke,
@@ -49,7 +50,9 @@ from agent.events import (
     WorkStopped,
 )
 from agent.protocol import (
+    FLOAT_BYTES,
     MAX_CHOICES,
+    MAX_VECTORS_BYTES,
     RESUME_S,
     Accepted,
     Cancel,
@@ -68,6 +71,7 @@ from agent.protocol import (
     RunningAttempt,
     Tokens,
     UsageReport,
+    Vectors,
     Void,
     receipt_payload,
     signed_reason,
@@ -107,6 +111,8 @@ PIECES_KEPT_S: Final = 30.0
 """How long an answer is kept for a report that is not acknowledged."""
 MAX_LEASE_S: Final = 3_600.0
 SPEED_WEIGHT: Final = 0.2
+MEASURED_TOKENS: Final = 32
+"""Fewer tokens than this say little about how fast an engine reads."""
 SPEED_STEP: Final = 0.25
 """A measured speed is told again when it moved by this share, and no sooner than SPEED_PAUSE_S."""
 SPEED_PAUSE_S: Final = 10.0
@@ -145,6 +151,7 @@ class AgentState:
         self._out: list[Instruction] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
             PieceCame: self._piece_came,
+            VectorsCame: self._vectors_came,
             GatewaySaid: self._gateway_said,
             WorkBegan: self._work_began,
             WorkEnded: self._work_ended,
@@ -264,7 +271,7 @@ class AgentState:
                 self._say_again(report.pieces, point.sequence)
                 self._resend(report, now)
 
-    def _say_again(self, pieces: list[Tokens], sequence: int) -> None:
+    def _say_again(self, pieces: list[Tokens | Vectors], sequence: int) -> None:
         self._out.extend(Send(piece) for piece in pieces[max(sequence, 0) :])
 
     def _tell_inventory(self) -> None:
@@ -334,7 +341,7 @@ class AgentState:
             if hold is not None and hold.cause is not StopCause.DEVICE_LOST:
                 return "owner_active", hold.reason
             return "not_serving", "this variant is not loaded here"
-        wanted = frame.prompt_tokens + frame.max_output_tokens
+        wanted = frame.longest_input_tokens or frame.prompt_tokens + frame.max_output_tokens
         fitting = [engine for engine in ready if wanted <= _context(engine)]
         if not fitting:
             return "context_overflow", f"{wanted} tokens asked, a slot has {max(map(_context, ready))}"
@@ -408,6 +415,25 @@ class AgentState:
             rest = Piece(piece.text[start : start + MAX_TEXT_CHARS], reasoning=piece.reasoning)
             self._append(attempt, rest, event.choice)
 
+    def _vectors_came(self, event: VectorsCame) -> None:
+        attempt = self.attempts.get(event.attempt)
+        if attempt is None or attempt.phase is not AttemptPhase.RUNNING:
+            return
+        if attempt.first_piece_at is None:
+            attempt.first_piece_at = event.now
+        attempt.last_piece_at = event.now
+        vectors = event.vectors
+        size_bytes = vectors.dimensions * FLOAT_BYTES
+        at_once = max(1, MAX_VECTORS_BYTES // size_bytes)
+        for start in range(0, len(vectors.data) // size_bytes, at_once):
+            data = vectors.data[start * size_bytes : (start + at_once) * size_bytes]
+            run = attempt.run
+            frame = Vectors(
+                *(run.attempt, run.epoch, attempt.sequence, vectors.first_index + start, vectors.dimensions, data)
+            )
+            attempt.digest.update(data)
+            self._say(attempt, frame)
+
     def _append(self, attempt: AttemptState, piece: Piece, choice: int) -> None:
         text = piece.text
         try:
@@ -416,7 +442,6 @@ class AgentState:
             data = text.encode("utf-8", "replace")
             text = data.decode()
         attempt.digest.update(data)
-        self.counters.pieces += 1
         run = attempt.run
         frame = Tokens(
             run.attempt,
@@ -428,6 +453,10 @@ class AgentState:
             piece.extra,
             choice,
         )
+        self._say(attempt, frame)
+
+    def _say(self, attempt: AttemptState, frame: Tokens | Vectors) -> None:
+        self.counters.pieces += 1
         attempt.pieces.append(frame)
         if attempt.away_until is None:
             self._out.append(Send(frame))
@@ -677,14 +706,23 @@ class AgentState:
             return
         if attempt.run.choices > 1:
             return  # the prompts between its answers would read as slow decoding
+        if attempt.run.inputs:
+            self._measure_embedding(engine, attempt, attempt.last_piece_at - attempt.began_at)
+            return
         uncached = (usage.prompt_tokens or 0) - (usage.cached_tokens or 0)
         prefill_s = attempt.first_piece_at - attempt.began_at
-        if uncached >= 32 and prefill_s > 0:
+        if uncached >= MEASURED_TOKENS and prefill_s > 0:
             engine.prefill_tokens_per_s = _blend(engine.prefill_tokens_per_s, uncached / prefill_s)
         decoded = (usage.completion_tokens or attempt.sequence) - 1
         decode_s = attempt.last_piece_at - attempt.first_piece_at
         if decoded >= 8 and decode_s > 0:
             engine.decode_tokens_per_s = _blend(engine.decode_tokens_per_s, decoded / decode_s)
+
+    @staticmethod
+    def _measure_embedding(engine: EngineState, attempt: AttemptState, took_s: float) -> None:
+        """Embeddings are all prefill: the whole of the request's time is the speed at which it reads."""
+        if attempt.run.prompt_tokens >= MEASURED_TOKENS and took_s > 0:
+            engine.prefill_tokens_per_s = _blend(engine.prefill_tokens_per_s, attempt.run.prompt_tokens / took_s)
 
     # --- owner, end, time -------------------------------------------------------------------------------------------
 

@@ -75,6 +75,11 @@ class Renter:
     secret: str
 
 
+def sold_columns() -> dict[str, Any]:
+    """The columns of what `sell_smollm2` sold."""
+    return dict(_columns)
+
+
 def add_renter(factory: SessionFactory, *, credit_nano: int = CREDIT_NANO, name: str = "", **limits: Any) -> Renter:
     """An organisation with a key and that much credit."""
     with transaction(factory) as session:
@@ -324,7 +329,10 @@ class World:
         self.agents.append(agent)
         report = offer_report(**{"variant_sha256": _columns["sha256"], "prefix_cache_s": 0.0, **offer})
         await agent.say(telemetry(), Inventory([report], None, None, data))
-        await until(lambda: any(seen.node_id == enrolled.node_id for seen in self.offers()))
+        variant = self.gateway.services.catalog.by_sha256(report.variant_sha256)
+        variant_id = variant.id if variant is not None else self.variant_id
+        offers = self.gateway.services.fleet.view.offers
+        await until(lambda: any(seen.node_id == enrolled.node_id for seen in offers(variant_id)))
         return agent
 
     async def call(self, method: str, path: str, renter: Renter | None, **sent: Any) -> Reply:

@@ -159,6 +159,9 @@ class Dialect:
     load_path: str = ""
     """Where it tells its requests in JSON, if not at /metrics, as the sum of `load_keys`."""
     load_keys: tuple[str, ...] = ()
+    inputs_at_once: int = 32
+    """How many inputs of an embeddings request it is asked at a time. An engine that batches by itself is slow with
+    one; one whose slots are counted here gets one, since each input takes a slot."""
     tokenise_path: str = "/tokenize"
     abort_path: str = ""
     """Where a request is aborted by the name in `abort_field` of its body, besides closing the connection."""

@@ -14,6 +14,7 @@ from agent.engines.port import Engine
 
 EngineKind = Literal["llama.cpp", "llama-server", "vllm", "openai", "simulated", "simulated-inline"]
 ENGINE_KINDS: Final[tuple[EngineKind, ...]] = get_args(EngineKind)
+EMBEDDING_KINDS: Final = frozenset({"llama.cpp", "openai", "simulated", "simulated-inline"})
 LAUNCHED: Final = frozenset({"llama-server", "vllm"})
 MAX_SLOTS: Final = 1024
 MAX_CONTEXT_TOKENS: Final = 16 * 1024 * 1024
@@ -57,6 +58,9 @@ class EngineConfig:
     """llama-server, vllm: more of them."""
     memory_share: float = 0.85
     """vllm: the share of the card's memory that it claims, whoever else is there."""
+    task: Literal["chat", "embed"] = "chat"
+    pooling: str = ""
+    """Of embeddings: mean, cls or last."""
     isolate: bool = True
     """Keep it from the owner's files and the network, where this system can."""
     simulation: dict[str, float | int | str] = field(default_factory=dict)
@@ -77,6 +81,12 @@ class EngineConfig:
             raise ValueError(f"{self.kind} needs a model_path")
         if self.kind in LAUNCHED and shutil.which(self.program or self.kind) is None:
             raise ValueError(f"the program {self.program or self.kind} is not installed here: set command to its path")
+        if self.task == "embed" and self.kind not in EMBEDDING_KINDS:
+            raise ValueError(
+                f"{self.kind} is not started for embeddings here: start it yourself, and use openai with url"
+            )
+        if self.task == "embed" and self.kind == "llama.cpp" and not self.pooling:
+            raise ValueError("embeddings need a pooling: mean, cls or last")
         if self.kind == "openai":
             _check_url(self.url)
 
@@ -118,6 +128,8 @@ def _llamacpp(config: EngineConfig) -> Engine:
             stall_timeout_s=config.stall_timeout_s,
             isolate=config.isolate,
             device_id=config.device_id,
+            task=config.task,
+            pooling=config.pooling,
         )
     )
 
@@ -162,6 +174,7 @@ def _attached(config: EngineConfig) -> Engine:
             context_per_slot=config.context_per_slot,
             api_key=config.api_key,
             served_model=config.served_model,
+            task=config.task,
             prefix_cache_s=config.prefix_cache_s,
             load_timeout_s=config.load_timeout_s,
             stall_timeout_s=config.stall_timeout_s,
@@ -176,6 +189,8 @@ def _simulated(config: EngineConfig) -> Engine:
     options: dict[str, object] = {"slots": config.slots, "context_per_slot": config.context_per_slot}
     if config.model_path is not None:
         options["model_path"] = str(config.model_path)
+    if config.task == "embed":
+        options["task"] = config.task
     simulation = msgspec.convert(options | config.simulation, SimulationConfig)
     if config.kind == "simulated-inline":
         return InlineSimulatedEngine(

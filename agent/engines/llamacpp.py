@@ -26,6 +26,7 @@ _DIALECT: Final = Dialect(
     # Without progress events, a closed connection is noticed only after the whole prompt was worked on.
     extra_body={"return_progress": True},
     ids_in_logprobs=True,
+    inputs_at_once=1,
 )
 
 
@@ -44,6 +45,9 @@ class LlamaCppConfig:
     stall_timeout_s: float = 120.0
     isolate: bool = True
     device_id: str = "cpu"
+    task: str = "chat"
+    pooling: str = ""
+    """Of embeddings: mean, cls or last."""
 
 
 class LlamaCppEngine(ManagedEngine):
@@ -76,6 +80,8 @@ class LlamaCppEngine(ManagedEngine):
                 "context_per_slot": context,
                 "threads": config.threads or default_threads(),
                 "gpu_layers": gpu_layers(config.gpu_layers, config.device_id),
+                "task": config.task,
+                "pooling": config.pooling,
             }
         )
         self._facts = EngineFacts(
@@ -86,6 +92,7 @@ class LlamaCppEngine(ManagedEngine):
             simulated=False,
             prefix_cache_s=config.prefix_cache_s,
             pid=self.pid,
+            task=config.task,
             protection=self.protection,
         )
         return self._facts

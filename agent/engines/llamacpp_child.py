@@ -12,6 +12,7 @@ from agent.engines.child import give_up, prepare, say
 
 PREFILL_BATCH_TOKENS: Final = 128
 """How much of a prompt is worked on between two looks at whether its reader is still there."""
+EUCLIDEAN: Final = 2
 SPARE_HTTP_THREADS: Final = 4
 """A stream holds a thread; health checks and metrics need some beside."""
 
@@ -45,11 +46,26 @@ def parameters(config: dict[str, Any]) -> Any:
     params.slot_prompt_similarity = 0.0
     params.ctx_shift = False
 
+    if config["task"] == "embed":
+        _embed(params, config, xllamacpp.llama_pooling_type)
+
     params.fit_params = False  # What was offered is what is loaded, or it fails.
     params.use_jinja = True
     params.prefill_assistant = False  # The gateway counts a chat by its template; so must the engine read it.
     params.warmup = True
     return params
+
+
+def _embed(params: Any, config: dict[str, Any], pooling_types: Any) -> None:
+    """Vectors instead of text. An input must be worked on in one piece to be pooled as a whole: hence batches that hold
+    a slot's context. And all slots share one cache, since with one for each llama.cpp splits inputs of different
+    lengths that run at the same time, and pools the longer one over its rest only: a wrong vector, without an error."""
+    params.embedding = True
+    params.pooling_type = getattr(pooling_types, f"LLAMA_POOLING_TYPE_{config['pooling'].upper()}")
+    params.embd_normalize = EUCLIDEAN
+    params.n_batch = params.n_ubatch = config["context_per_slot"]
+    params.kv_unified = True
+    params.cache_prompt = False
 
 
 def main() -> None:

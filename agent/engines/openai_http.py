@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,9 +17,10 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
+from agent.engines import embed_wire
 from agent.engines.chat_wire import ChatReader, Dialect, build_body, path_of, status_error
 from agent.engines.dialects import DIALECTS, find_number, recognise
-from agent.engines.port import STOP_GRACE_S, EngineError, EngineEvent, EngineFacts, EngineRequest
+from agent.engines.port import STOP_GRACE_S, Done, EngineError, EngineEvent, EngineFacts, EngineRequest, Usage
 from agent.engines.sse import SseDecoder, SseError
 
 PROBE_TIMEOUT_S: Final = 2.0
@@ -163,6 +164,10 @@ class HttpEngine:
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineEvent]:
         """Stream one answer. Raises EngineError. Closing the iterator stops the engine's work on it."""
         deadline = asyncio.get_running_loop().time() + request.timeout_s
+        if embed_wire.is_embedding(request):
+            async for event in self._embed(request, deadline):
+                yield event
+            return
         with self._seated(request) as extra:
             name = secrets.token_hex(16) if self._dialect.abort_field else ""
             named = {**extra, self._dialect.abort_field: name} if name else extra
@@ -187,6 +192,48 @@ class HttpEngine:
                 response.close()
                 if name and not complete:
                     self._abort(name)
+
+    async def _embed(self, request: EngineRequest, deadline: float) -> AsyncGenerator[EngineEvent, None]:
+        """Vectors, a group of inputs at a time: an attempt takes one slot, and a cancel stops what is left."""
+        inputs = embed_wire.inputs_of(request)
+        counted: int | None = 0
+        with self._seated(request):
+            self._streams += 1
+            try:
+                for start, group in embed_wire.groups(inputs, self._dialect.inputs_at_once):
+                    body = embed_wire.build_body(group, self._model)
+                    response = await self._post(embed_wire.PATH, body, deadline, request.traceparent)
+                    try:
+                        answer = await self._read_whole(response, deadline)
+                    finally:
+                        response.close()
+                    vectors, usage = embed_wire.read_answer(answer, start, len(group))
+                    told = usage.prompt_tokens
+                    counted = counted + told if counted is not None and told is not None else None
+                    yield vectors
+            finally:
+                self._streams -= 1
+        self._check_whole(request, counted)
+        yield Done("stop", Usage(prompt_tokens=counted, cached_tokens=0, completion_tokens=0))
+
+    async def _read_whole(self, response: aiohttp.ClientResponse, deadline: float) -> bytes:
+        """The body of an answer, within MAX_ANSWER_BYTES."""
+        parts: list[bytes] = []
+        size = 0
+        try:
+            while True:
+                async with self._bounded(deadline):
+                    piece = await response.content.readany()
+                if not piece:
+                    return b"".join(parts)
+                size += len(piece)
+                if size > embed_wire.MAX_ANSWER_BYTES:
+                    raise EngineError("engine_error", "the engine's answer is too large")
+                parts.append(piece)
+        except TimeoutError:
+            raise EngineError("engine_timeout", "the engine stopped sending") from None
+        except _BROKEN as error:
+            raise await self._broken(error) from None
 
     def _check_whole(self, request: EngineRequest, counted: int | None) -> None:
         """Raise EngineError if the engine worked on less of the prompt than it was given."""
@@ -261,6 +308,7 @@ class Attachment:
     context_per_slot: int
     api_key: str | None = None
     served_model: str | None = None
+    task: str = "chat"
     prefix_cache_s: float = 0.0
     load_timeout_s: float = 600.0
     stall_timeout_s: float = 120.0
@@ -291,6 +339,7 @@ class AttachedEngine(HttpEngine):
             simulated=False,
             prefix_cache_s=wish.prefix_cache_s,
             pid=None,
+            task=wish.task,
             protection="",
         )
         return self._facts

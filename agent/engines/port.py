@@ -11,7 +11,8 @@ STOP_GRACE_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One request for an engine. `body` is a parsed OpenAI chat request of allow-listed fields."""
+    """One request for an engine. `body` is a parsed OpenAI chat request of allow-listed fields; one with `prompt` is a
+    text completion, one with `input` wants embeddings, which come as Embedded events."""
 
     body: dict[str, object]
     max_output_tokens: int
@@ -45,6 +46,16 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class Embedded:
+    """Vectors of the next inputs of an embeddings request, in their order."""
+
+    first_index: int
+    dimensions: int
+    data: bytes
+    """float32, little-endian, one vector after another, each of length 1."""
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """None: the engine does not say. 0 is a value."""
 
@@ -62,7 +73,7 @@ class Done:
     usage: Usage = field(default_factory=Usage)
 
 
-EngineEvent = Progress | Piece | Done
+EngineEvent = Progress | Piece | Embedded | Done
 
 
 class EngineError(Exception):
@@ -85,6 +96,8 @@ class EngineFacts:
     simulated: bool
     prefix_cache_s: float
     pid: int | None
+    task: str = "chat"
+    """`chat` or `embed`."""
     protection: str = ""
     """What keeps its process from the owner's files and from the network; empty: nothing beyond its own key."""
 

@@ -24,7 +24,9 @@ from typing import Any, Final
 
 import msgspec
 
+from agent.engines.embed_wire import Input
 from agent.engines.port import Done, Piece, Progress, Usage
+from agent.engines.simulated_vectors import embed, text_of
 from agent.engines.simulation import (
     MODEL_NAME,
     Fault,
@@ -140,6 +142,11 @@ class _Chat(msgspec.Struct):
     return_progress: bool = False
 
 
+class _Embeddings(msgspec.Struct):
+    input: str | list[Input]
+    cache_salt: str = ""
+
+
 class Connection(asyncio.Protocol):
     """One client's connection: requests one after another, one answer at a time."""
 
@@ -241,6 +248,8 @@ class Connection(asyncio.Protocol):
                 self._chat(body)
             case "POST", "/v1/completions":
                 self._chat(body)
+            case "POST", "/v1/embeddings":
+                self._embeddings(body)
             case _:
                 raise Refused(404, "not_found_error", f"there is no {method} {path} here")
 
@@ -257,6 +266,21 @@ class Connection(asyncio.Protocol):
             chat.cache_salt,
             answer.hear,
         )
+        answer.on_abandon = lambda: self._server.simulation.cancel(sequence)
+        self._answer = answer
+        answer.open()
+        self._server.pacer.poke()
+
+    def _embeddings(self, body: bytes) -> None:
+        try:
+            asked = msgspec.json.decode(body, type=_Embeddings)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise Refused(400, "invalid_request_error", str(error)) from None
+        inputs: list[Input] = [asked.input] if isinstance(asked.input, str) else asked.input
+        answer = EmbeddingsAnswer(self, _Chat(), inputs, self._server.simulation.dimensions)
+        text = " ".join(text_of(each) for each in inputs)
+        # Read as a prompt, and nothing written: the one token is what ends it.
+        sequence = self._server.simulation.submit({"prompt": text}, 1, asked.cache_salt, answer.hear)
         answer.on_abandon = lambda: self._server.simulation.cancel(sequence)
         self._answer = answer
         answer.open()
@@ -383,6 +407,33 @@ class WholeAnswer(Answer):
             "choices": [{"index": 0, **said, "finish_reason": done.finish_reason or None}],
             "usage": _usage(done.usage),
         }
+
+
+class EmbeddingsAnswer(Answer):
+    """Vectors of all inputs, once they are read."""
+
+    def __init__(self, connection: Connection, chat: _Chat, inputs: list[Input], dimensions: int) -> None:
+        super().__init__(connection, chat)
+        self._inputs = inputs
+        self._dimensions = dimensions
+
+    def open(self) -> None:
+        """Nothing is sent before the end."""
+
+    def hear(self, event: SimEvent) -> None:
+        """Wait for the end."""
+        if isinstance(event, Done):
+            body = _encode(self._listing(event.usage.prompt_tokens or 0))
+            self._connection.write(_head(200, "application/json", f"Content-Length: {len(body)}") + body)
+            self._connection.answered()
+        elif isinstance(event, Fault):
+            self._suffer(event)
+
+    def _listing(self, tokens: int) -> dict[str, object]:
+        vectors = [embed(each, self._dimensions).tolist() for each in self._inputs]
+        data = [{"object": "embedding", "index": at, "embedding": vector} for at, vector in enumerate(vectors)]
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return {"object": "list", "data": data, "model": MODEL_NAME, "usage": usage}
 
 
 def _usage(usage: Usage) -> dict[str, object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +13,21 @@ from typing import Any, Final
 import msgspec
 
 from agent.engines.chat_wire import Dialect
+from agent.engines.embed_wire import inputs_of, is_embedding, little_endian
 from agent.engines.managed import ManagedEngine
-from agent.engines.port import STOP_GRACE_S, Done, EngineError, EngineEvent, EngineFacts, EngineRequest, Piece, Progress
+from agent.engines.port import (
+    STOP_GRACE_S,
+    Done,
+    Embedded,
+    EngineError,
+    EngineEvent,
+    EngineFacts,
+    EngineRequest,
+    Piece,
+    Progress,
+)
 from agent.engines.simulated import VERSION, Pacer
+from agent.engines.simulated_vectors import embed, text_of
 from agent.engines.simulation import Fault, FaultKind, Refused, SimEvent, Simulation, SimulationConfig
 
 NAME: Final = "simulated"
@@ -26,6 +38,7 @@ _DIALECT: Final = Dialect(
     extra_body={"return_token_ids": True, "return_progress": True},
     scope_field="cache_salt",
     counts_prompt=False,
+    inputs_at_once=1,
 )
 
 
@@ -126,6 +139,19 @@ class InlineSimulatedEngine:
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineEvent]:
         """As agent.engines.port says."""
+        if not is_embedding(request):
+            async for event in self._stream(request):
+                yield event
+            return
+        for index, each in enumerate(inputs_of(request)):
+            body: dict[str, object] = {"prompt": text_of(each)}
+            async for event in self._stream(replace(request, body=body, max_output_tokens=1)):
+                if isinstance(event, Done) and event.finish_reason:
+                    vector = embed(each, self._alive().dimensions)
+                    yield Embedded(index, len(vector), little_endian(vector))
+        yield Done("stop")
+
+    async def _stream(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
         simulation = self._alive()
         # Bounded by the answer's own length: a simulated engine does not wait for a slow reader, nor does a real one.
         events: asyncio.Queue[SimEvent] = asyncio.Queue()
@@ -189,4 +215,5 @@ def _facts(config: SimulationConfig, version: str, prefix_cache_s: float, pid: i
         simulated=True,
         prefix_cache_s=prefix_cache_s,
         pid=pid,
+        task=config.task,
     )

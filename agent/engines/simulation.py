@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -112,6 +112,7 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Part of the requests that meet a fault, 0 to 1."""
     fault_kinds: tuple[str, ...] = (FaultKind.ERROR, FaultKind.ERROR_EVENT, FaultKind.DROP)
     """What these faults are, with equal chances."""
+    task: Literal["chat", "embed"] = "chat"
 
     def __post_init__(self) -> None:
         if not 1 <= self.slots <= MAX_SLOTS:
@@ -215,7 +216,10 @@ class Simulation:
         self.config = config
         path = Path(config.model_path) if config.model_path else None
         self.words = read_words(path) if path else plain_words()
-        self._speed = SpeedModel(read_shape(path) if path else _LLAMA_8B, DEVICES[config.device])
+        shape = read_shape(path) if path else _LLAMA_8B
+        self.dimensions = shape.hidden
+        """Of an embedding."""
+        self._speed = SpeedModel(shape, DEVICES[config.device])
         self._running: list[Sequence] = []
         self._waiting: deque[Sequence] = deque()
         self._armed: deque[Fault] = deque(maxlen=MAX_WAITING)

@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 
 from agent.sizing.gguf import GgufError, GgufHeader, read_header, require_complete
 from agent.sizing.shape import read_shape
+from agent.sizing.variants import CHAT, EMBED, Pooling, Task, pooling_of, variant_sha256
 from marketplace.catalog.corpus import TEXTS, chats
 from marketplace.catalog.models import Model, Variant
 from marketplace.catalog.oracle import Oracle, OracleFacts
@@ -63,24 +64,37 @@ def import_gguf(
     display_name: str,
     *,
     default_max_output: int = DEFAULT_MAX_OUTPUT,
+    task: Task = CHAT,
+    pooling: Pooling | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Variant:
     """The variant of this file, imported if it is new; known by the file's SHA-256, so a second import changes nothing.
 
-    `on_bytes` is told of each piece hashed. Takes about a second per GB, and a few for the tokenizer's comparison.
+    With the task `embed` it sells vectors: another variant, also of a file that is sold for chat, under a model's id of
+    its own. `pooling` is how they are made, None what the file says. `on_bytes` is told of each piece hashed. Takes
+    about a second per GB, and a few for the tokenizer's comparison.
     Raises UnsellableFile for a file, an id or a template that cannot be sold, OracleError (503) where llama.cpp is not
     installed to compare with, and OSError if the file cannot be read.
     """
     if not MODEL_ID.fullmatch(model_id):
         raise UnsellableFile("A model's id has up to 127 letters, digits and ._/-", param="model_id")
-    sha256 = hash_file(path, on_bytes)
+    weights_sha256 = hash_file(path, on_bytes)
+    embedding = {"weights_sha256": weights_sha256, **_embedding(path, pooling)} if task == EMBED else {}
+    sha256 = variant_sha256(weights_sha256, task, embedding.get("pooling"))
     known = session.scalars(select(Variant).where(Variant.sha256 == sha256)).one_or_none()
     if known is not None:
         return _checked_known(known, model_id)
-    values = describe(path, default_max_output)
+    other = session.scalars(select(Variant.task).where(Variant.model_id == model_id, Variant.task != task)).first()
+    if other is not None:
+        raise UnsellableFile(
+            f"{model_id!r} is a model for the task {other!r}: give the one for {task!r} an id of its own, such as "
+            f"{model_id}-{task}.",
+            param="model_id",
+        )
+    values = describe(path, default_max_output, task) | embedding
     session.execute(insert(Model).values(id=model_id, display_name=display_name).on_conflict_do_nothing())
     # Two importers of one file: the second finds the first one's row.
-    row = insert(Variant).values(id=new_id(), model_id=model_id, sha256=sha256, **values)
+    row = insert(Variant).values(id=new_id(), model_id=model_id, sha256=sha256, task=task, **values)
     session.execute(row.on_conflict_do_nothing(index_elements=[Variant.sha256]))
     return _checked_known(session.scalars(select(Variant).where(Variant.sha256 == sha256)).one(), model_id)
 
@@ -102,7 +116,15 @@ def _checked_known(variant: Variant, model_id: str) -> Variant:
     return variant
 
 
-def describe(path: Path, default_max_output: int) -> dict[str, Any]:
+def _embedding(path: Path, pooling: Pooling | None) -> dict[str, Any]:
+    """The columns that only a variant that embeds has. Raises UnsellableFile."""
+    try:
+        return {"dimensions": read_shape(path).hidden, "pooling": pooling or pooling_of(read_header(path))}
+    except GgufError as error:
+        raise UnsellableFile(f"{path.name} cannot be sold: {error}.") from error
+
+
+def describe(path: Path, default_max_output: int, task: Task = CHAT) -> dict[str, Any]:
     """The columns of a variant that come out of its file, all but the hash. Raises as `import_gguf` does."""
     try:
         header = read_header(path, ARRAYS)
@@ -111,7 +133,7 @@ def describe(path: Path, default_max_output: int) -> dict[str, Any]:
         shape = read_shape(path)
     except (GgufError, VocabularyError) as error:
         raise UnsellableFile(f"{path.name} cannot be sold: {error}.") from error
-    kind, stored, special, source = _tokenizer_and_template(path, header, vocabulary)
+    kind, stored, special, source = _tokenizer_and_template(path, header, vocabulary, task)
     return {
         "size_bytes": header.file_size,
         "quantisation": quantisation_of(header),
@@ -137,11 +159,14 @@ def quantisation_of(header: GgufHeader) -> str:
 
 
 def _tokenizer_and_template(
-    path: Path, header: GgufHeader, vocabulary: Vocabulary
+    path: Path, header: GgufHeader, vocabulary: Vocabulary, task: Task
 ) -> tuple[str, bytes, dict[str, Any], str]:
     gguf = vocabulary.to_gguf()
     with Oracle(gguf) as oracle:
         special = _special_tokens(vocabulary, oracle.facts)
+        if task == EMBED:
+            # Texts are embedded as they are; many such models have no template.
+            return *_choose_tokenizer(vocabulary, gguf, None), special, ""
         source = header.text("tokenizer.chat_template") or ""
         try:
             template = ChatTemplate(
@@ -152,7 +177,7 @@ def _tokenizer_and_template(
     return *_choose_tokenizer(vocabulary, gguf, template), special, source
 
 
-def _choose_tokenizer(vocabulary: Vocabulary, gguf: bytes, template: ChatTemplate) -> tuple[str, bytes]:
+def _choose_tokenizer(vocabulary: Vocabulary, gguf: bytes, template: ChatTemplate | None) -> tuple[str, bytes]:
     """The fast tokenizer if it exists and agrees with llama.cpp on every text of the corpus; else the oracle."""
     exact = OracleTokenizer(gguf)
     try:
@@ -169,8 +194,10 @@ def _choose_tokenizer(vocabulary: Vocabulary, gguf: bytes, template: ChatTemplat
     return FAST, pack(built)
 
 
-def _comparison_texts(template: ChatTemplate) -> list[str]:
+def _comparison_texts(template: ChatTemplate | None) -> list[str]:
     texts = list(TEXTS)
+    if template is None:
+        return texts
     for chat in chats():
         try:
             texts.append(template.render(chat))

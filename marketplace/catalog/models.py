@@ -24,13 +24,29 @@ class Model(Base):
 
 
 class Variant(Base):
-    """Model + exact weights file + quantisation + tokenizer + template. Known by the SHA-256 of its weights file."""
+    """Model + exact weights file + quantisation + tokenizer + template, for one task. Known by `sha256`."""
 
     __tablename__ = "variants"
+    __table_args__ = (
+        CheckConstraint("task in ('chat','embed')", name="task"),
+        CheckConstraint(
+            "num_nonnulls(dimensions, pooling, weights_sha256) = case task when 'embed' then 3 else 0 end",
+            name="embedding",
+        ),
+    )
 
     id: Mapped[UUID] = mapped_column(primary_key=True, default=new_id)
     model_id: Mapped[str] = mapped_column(ForeignKey("models.id"), index=True)
     sha256: Mapped[str] = mapped_column(unique=True)
+    """What offers and requests name it by: its file's hash for chat, else what agent.sizing.variants makes of that."""
+    weights_sha256: Mapped[str | None]
+    """Of the weights file, where `sha256` is not that: a file that serves two tasks is two variants."""
+    task: Mapped[str] = mapped_column(server_default="chat")
+    """`chat` or `embed`."""
+    dimensions: Mapped[int | None]
+    """Of its vectors, where it embeds."""
+    pooling: Mapped[str | None]
+    """How one vector is made of a text's tokens, where it embeds: mean, cls or last."""
     size_bytes: Mapped[int]
     quantisation: Mapped[str]
     training_context: Mapped[int]

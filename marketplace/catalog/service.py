@@ -20,6 +20,7 @@ from uuid import UUID
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
+from agent.sizing.variants import CHAT
 from marketplace.catalog.models import Model, Variant
 from marketplace.catalog.prices import set_price
 from marketplace.catalog.template import ChatTemplate, Message, TemplateError, Tool
@@ -57,6 +58,8 @@ class PromptCount:
     tokens: int
     ids: list[int]
     """For proving prefixes. Not to be changed."""
+    inputs: tuple[int, ...] = ()
+    """Of an embeddings request, the tokens of each input; their sum is `tokens`. Empty: one prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +83,14 @@ class VariantView:
     begin_ids: tuple[int, ...]
     """What the engine puts before every prompt."""
     end_ids: tuple[int, ...]
+    task: str
+    """`chat` or `embed`."""
+    weights_sha256: str
+    dimensions: int
+    """Of its vectors; 0 where it makes none."""
+    pooling: str
     _tokenizer: TextTokenizer = field(repr=False, compare=False)
-    _template: ChatTemplate = field(repr=False, compare=False)
+    _template: ChatTemplate | None = field(repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -90,6 +99,8 @@ class VariantView:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> str:
         """The prompt's text. Raises UnsupportedMessages and UnsupportedTools (400)."""
+        if self._template is None:
+            raise BadRequest(f"{self.model_id} embeds texts: it has no chat template.", param="model")
         return self._template.render(messages, tools)
 
     def count_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> PromptCount:
@@ -115,6 +126,21 @@ class VariantView:
         if self._tokenizer.blocking or len(text) > INLINE_CHARACTERS:
             return await asyncio.to_thread(self.count_text_prompt, text)
         return self.count_text_prompt(text)
+
+    def count_inputs(self, inputs: Sequence[str | Sequence[int]]) -> PromptCount:
+        """Tokens of each input of an embeddings request, as the engine reads it; token ids are taken as they are.
+        Blocking. Raises PromptTooLong, naming the input."""
+        counts = []
+        for index, each in enumerate(inputs):
+            count = self._count_rendered(each, f"input[{index}]").tokens if isinstance(each, str) else len(each)
+            counts.append(count)
+        return PromptCount(sum(counts), [], tuple(counts))
+
+    async def count_inputs_async(self, inputs: Sequence[str | Sequence[int]]) -> PromptCount:
+        """`count_inputs`, off the event loop where it would take more than half a millisecond."""
+        if self._tokenizer.blocking or sum(map(len, inputs)) > INLINE_CHARACTERS:
+            return await asyncio.to_thread(self.count_inputs, inputs)
+        return self.count_inputs(inputs)
 
     def count_text(self, text: str) -> int:
         """Tokens of a piece of an answer; spelled-out special tokens are plain text. Blocking."""
@@ -212,7 +238,7 @@ class Catalog:
         return self._snapshot.by_id.get(variant_id)
 
     def by_sha256(self, sha256: str) -> VariantView | None:
-        """The variant whose weights file has this hash (hex)."""
+        """The variant with this hash (hex), which offers name it by."""
         return self._snapshot.by_sha256.get(sha256.lower())
 
     def resolve(self, model: str) -> VariantView:
@@ -267,12 +293,14 @@ class Catalog:
 
 def _view(variant: Variant, model: Model) -> VariantView:
     special = variant.special_tokens
-    template = ChatTemplate(
-        variant.chat_template,
-        bos_token=special["bos_token"],
-        eos_token=special["eos_token"],
-        adds_bos=special["add_bos"],
-    )
+    template = None
+    if variant.task == CHAT:
+        template = ChatTemplate(
+            variant.chat_template,
+            bos_token=special["bos_token"],
+            eos_token=special["eos_token"],
+            adds_bos=special["add_bos"],
+        )
     return VariantView(
         id=variant.id,
         model_id=variant.model_id,
@@ -285,10 +313,14 @@ def _view(variant: Variant, model: Model) -> VariantView:
         shape=MappingProxyType(variant.shape),
         created_at=variant.created_at,
         tokenizer_kind=variant.tokenizer_kind,
-        supports_tools=template.capabilities.tools,
+        supports_tools=template is not None and template.capabilities.tools,
         max_token_characters=special["max_token_characters"],
         begin_ids=(special["bos_id"],) if special["add_bos"] else (),
         end_ids=(special["eos_id"],) if special["add_eos"] else (),
+        task=variant.task,
+        weights_sha256=variant.weights_sha256 or variant.sha256,
+        dimensions=variant.dimensions or 0,
+        pooling=variant.pooling or "",
         _tokenizer=unpack(variant.tokenizer_kind, variant.tokenizer),
         _template=template,
     )

@@ -13,6 +13,7 @@ from typing import Final, Protocol
 from uuid import UUID
 
 from agent.protocol import (
+    MAX_VECTORS_BYTES,
     Accepted,
     Cancel,
     Failed,
@@ -26,6 +27,7 @@ from agent.protocol import (
     Run,
     RunningAttempt,
     Tokens,
+    Vectors,
     Void,
 )
 from marketplace.core.errors import Unavailable
@@ -34,7 +36,7 @@ from marketplace.matching.types import OfferView
 
 log = get_logger(__name__)
 
-AttemptFrame = Accepted | Refused | Tokens | Finished | Failed
+AttemptFrame = Accepted | Refused | Tokens | Vectors | Finished | Failed
 """What a sink receives."""
 NodeFrame = Run | Renew | Cancel | ReportAck | Void | Goodbye
 """What may be sent to a node about its work."""
@@ -179,7 +181,7 @@ class Links:
         carrier = route.carrier if route else self._find_carrier(node_id, "")
         if route is not None and type(frame) is Run:
             route.epoch = frame.epoch
-            route.max_pieces = 2 * frame.max_output_tokens * frame.choices + SPARE_PIECES
+            route.max_pieces = 2 * frame.max_output_tokens * frame.choices + frame.inputs + SPARE_PIECES
         if carrier is None or not carrier.send(node_id, frame):
             raise NodeUnreachable(f"Node {node_id.hex} cannot be reached.")
 
@@ -215,14 +217,8 @@ class Links:
             return False
         if route.done:
             return True
-        if type(frame) is Tokens:
-            if (
-                frame.sequence != route.next_sequence
-                or frame.sequence >= route.max_pieces
-                or len(frame.text) > MAX_TEXT_CHARS
-                or len(frame.token_ids) > MAX_IDS
-                or len(frame.extra) > MAX_EXTRA_BYTES
-            ):
+        if type(frame) is Tokens or type(frame) is Vectors:
+            if frame.sequence != route.next_sequence or frame.sequence >= route.max_pieces or _oversized(frame):
                 self._violation(route, frame)
                 return True
             if not route.next_sequence:
@@ -293,7 +289,7 @@ class Links:
             if route.parked_until is not None and now >= route.parked_until:
                 self.lose(route, GoneReason.NODE_GONE)
 
-    def _violation(self, route: Route, frame: Tokens | Finished | Failed) -> None:
+    def _violation(self, route: Route, frame: Tokens | Vectors | Finished | Failed) -> None:
         log.warning(
             "node_broke_protocol",
             node=route.node_id.hex,
@@ -304,3 +300,10 @@ class Links:
         )
         route.carrier.send(route.node_id, Void(route.attempt, route.epoch))
         self.lose(route, GoneReason.PROTOCOL)
+
+
+def _oversized(piece: Tokens | Vectors) -> bool:
+    if type(piece) is Vectors:
+        return len(piece.data) > MAX_VECTORS_BYTES
+    assert type(piece) is Tokens
+    return len(piece.text) > MAX_TEXT_CHARS or len(piece.token_ids) > MAX_IDS or len(piece.extra) > MAX_EXTRA_BYTES

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
-from agent.protocol import Run, Tokens, encode
+from agent.protocol import Run, Tokens, Vectors, encode
 
 MAX_FRAMES: Final = 8_192
 MAX_QUEUED_BYTES: Final = 64 * 1024 * 1024
@@ -23,6 +23,8 @@ def size_of(frame: Any) -> int:
     """About how many bytes a frame takes."""
     if type(frame) is Tokens:
         return FRAME_BYTES + len(frame.text) + 5 * len(frame.token_ids) + len(frame.extra)
+    if type(frame) is Vectors:
+        return FRAME_BYTES + len(frame.data)
     inner = getattr(frame, "frame", frame)
     return FRAME_BYTES + (len(inner.body) if type(inner) is Run else 0)
 

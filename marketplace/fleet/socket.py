@@ -30,6 +30,7 @@ from agent.protocol import (
     Refused,
     Telemetry,
     Tokens,
+    Vectors,
 )
 from marketplace.core.errors import Unavailable
 from marketplace.core.logs import get_logger
@@ -50,7 +51,7 @@ MAX_GREETING: Final = 256
 NEVER: Final = -1.0
 CLOSE_POLICY: Final = 1008
 CLOSE_BUSY: Final = 1013
-WORK: Final = frozenset({Tokens, Accepted, Refused, Finished, Failed})
+WORK: Final = frozenset({Tokens, Vectors, Accepted, Refused, Finished, Failed})
 LISTEN: Final = "fallow.listen"
 """ASGI extension of a server that can hand over messages without a queue: `extensions[LISTEN]["listen"](take)`."""
 
@@ -306,5 +307,5 @@ def _answer_stray(session: NodeSession, frame: protocol.AgentFrame) -> None:
     """A frame about an attempt that nobody here waits for: a report is taken off the agent's hands, work is stopped."""
     if isinstance(frame, (Finished, Failed)):
         session.sender.put(protocol.ReportAck(frame.attempt, frame.epoch))
-    elif isinstance(frame, (Tokens, Accepted)) and session.should_void(frame.attempt, session.heard_at_s):
+    elif isinstance(frame, (Tokens, Vectors, Accepted)) and session.should_void(frame.attempt, session.heard_at_s):
         session.sender.put(protocol.Void(frame.attempt, frame.epoch))

@@ -8,7 +8,20 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from agent.protocol import Accepted, Cancel, Failed, Finished, Frame, Refused, Renew, ReportAck, Run, Tokens, Void
+from agent.protocol import (
+    Accepted,
+    Cancel,
+    Failed,
+    Finished,
+    Frame,
+    Refused,
+    Renew,
+    ReportAck,
+    Run,
+    Tokens,
+    Vectors,
+    Void,
+)
 
 VERSION: Final = 1
 LINK_PATH: Final = "/internal/v1/link"
@@ -67,7 +80,7 @@ class Gone(Frame, frozen=True, array_like=True, tag="gone"):
 
 
 CallerFrame = LinkHello | OpenRoute | CloseRoute | ToNode
-HomeFrame = LinkChallenge | LinkWelcome | Gone | Accepted | Refused | Tokens | Finished | Failed
+HomeFrame = LinkChallenge | LinkWelcome | Gone | Accepted | Refused | Tokens | Vectors | Finished | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _caller_decoder = msgspec.msgpack.Decoder(list[CallerFrame])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from agent.protocol import Accepted, Failed, Finished, Refused, Tokens
+from agent.protocol import Accepted, Failed, Finished, Refused, Tokens, Vectors
 from marketplace.fleet.links import AttemptFrame, GoneReason
 from marketplace.gateway.answer import BadExtraError, read_extra
 from marketplace.gateway.outcomes import Ending, of_failure, of_refusal
@@ -86,6 +86,16 @@ class AttemptRun:
         self._max_characters = SPARE_CHARACTERS + max_output_tokens * CHARACTERS_PER_TOKEN
         self._waiter: asyncio.Future[None] | None = None
 
+    @property
+    def produced(self) -> bool:
+        """True if a token was accepted."""
+        return self.token_count > 0
+
+    @property
+    def vectors(self) -> bytes:
+        """What was accepted of an embeddings request, as the node signs it; nothing of others."""
+        return b""
+
     # --- called by the reader of the node's socket ----------------------------------------------------------------
 
     def on_frame(self, frame: AttemptFrame) -> None:
@@ -93,6 +103,8 @@ class AttemptRun:
         if isinstance(frame, Tokens):
             if self.ending is None:
                 self._on_tokens(frame)
+        elif isinstance(frame, Vectors):
+            self.stop(Ending.NODE, "engine_error", "The node sent vectors where text was asked for.")
         else:
             self._on_report(frame)
 

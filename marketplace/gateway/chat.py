@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/completions as raw ASGI applications: the hot path, beside FastAPI."""
+"""The endpoints that run a model (see surface.SURFACES) as raw ASGI applications: the hot path, beside FastAPI."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from marketplace.accounts.limits import LimitState
 from marketplace.core.errors import FallowError, PaymentRequired, RateLimited
 from marketplace.core.logs import get_logger
 from marketplace.core.tracing import Span, step
+from marketplace.gateway.embeddings.request import MAX_STORED_VECTOR_BYTES, require_size
 from marketplace.gateway.failures import NoCapacity
 from marketplace.gateway.flex import Flex, wait_of
 from marketplace.gateway.http import (
@@ -140,6 +141,8 @@ class ChatApp:
             raise
         if span is not None:
             span.set(asked(measured))
+        if exchange.keep_answer and measured.inputs:
+            require_size(len(measured.inputs), measured.variant, MAX_STORED_VECTOR_BYTES)
         if principal.tokens_per_minute is not None:
             await take_tokens(services, principal, limits, measured)
             exchange.headers[own:] = _encoded(limits)

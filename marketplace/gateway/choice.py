@@ -15,6 +15,7 @@ from uuid import UUID
 
 import msgspec
 
+from agent.sizing.variants import EMBED
 from marketplace.accounts.auth import Principal
 from marketplace.catalog.service import VariantView
 from marketplace.core.amounts import nano_per_mtok, usd
@@ -195,6 +196,10 @@ def choose_variant(services: Services, chat: Inference, choice: Choice, principa
     """The variant that a request means: the one that it names, one of the precisions that it asks for, or the one
     that fits best now. Raises UnknownModel and NoMatchingVariant."""
     catalog = services.catalog
+    if chat.task == EMBED and is_alias(chat.model):
+        raise InvalidBody(
+            "Name the model: vectors of different models cannot be compared, so none is chosen for you.", param="model"
+        )
     named = None if is_alias(chat.model) else catalog.resolve(chat.model)
     if named is not None and not choice.quantisations:
         return named
@@ -204,6 +209,7 @@ def choose_variant(services: Services, chat: Inference, choice: Choice, principa
         if (named is None or variant.model_id == named.model_id)
         and choice.quantised(variant)
         and principal.may_use(variant.model_id)
+        and (named is not None or variant.task == chat.task)
         and (variant.supports_tools or not chat.uses_tools)
     ][:MAX_CANDIDATES]
     if not candidates:
@@ -211,7 +217,10 @@ def choose_variant(services: Services, chat: Inference, choice: Choice, principa
             "No variant that is sold here, and that this key may use, has what is asked for.",
             param="model" if not choice.quantisations else "provider.quantizations",
         )
-    return _best(services, chat, choice, candidates) if len(candidates) > 1 else candidates[0]
+    if len(candidates) == 1 or chat.task == EMBED:
+        # The oldest one: which of them embeds must not change with the market.
+        return candidates[0]
+    return _best(services, chat, choice, candidates)
 
 
 def is_alias(model: str) -> bool:

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from agent.protocol import Tokens
+from agent.sizing.variants import CHAT
 from marketplace.catalog.service import PromptCount, VariantView
 from marketplace.gateway.answer import Logprobs, by_choice, gather, read_extra
 from marketplace.gateway.parse import (
@@ -79,6 +80,7 @@ class CompletionBody(Struct, frozen=True, forbid_unknown_fields=True):
 class CompletionRequest(Struct, frozen=True):
     """A text completion that passed every check."""
 
+    task: ClassVar[str] = CHAT
     prompt_field: ClassVar[str] = "prompt"
     model: str
     prompt: str

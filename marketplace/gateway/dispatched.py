@@ -28,6 +28,7 @@ def demand_of(dispatch: Dispatch) -> Demand:
         organisation_id=dispatch.organisation_id,
         service=Service.FLEX,
         choices=choices_of(dispatch.body or {}),
+        longest_input_tokens=(dispatch.body or {}).get("longest_input_tokens"),
     )
 
 

@@ -22,6 +22,7 @@ from marketplace.fleet.links import NodeFrame, NodeUnreachable
 from marketplace.gateway import receipts, traces
 from marketplace.gateway.attempt import AttemptRun
 from marketplace.gateway.confirm import was_written
+from marketplace.gateway.embeddings.vectors import Embedding, EmbeddingRun
 from marketplace.gateway.failures import CANCEL_REASONS
 from marketplace.gateway.outcomes import FAULTS, Ending, Payer, Verdict, verdict
 from marketplace.gateway.outlets import Outlet
@@ -66,6 +67,8 @@ class Work:
     max_output_tokens: int
     deadline_at: float
     """On the event loop's clock."""
+    embedding: Embedding | None = None
+    """What is due where vectors are asked for."""
     all_or_nothing: bool = False
     """True: an answer that its deadline cuts is worth nothing to the renter, and costs nothing."""
     choices: int = 1
@@ -118,7 +121,7 @@ class Execution:
 
     async def attempt(self, offer: OfferView, attempt_id: UUID, epoch: int) -> AttemptRun:
         """Run a leased attempt to its ending. Its end is not written yet."""
-        run = AttemptRun(offer, attempt_id.bytes, epoch, self.work.max_output_tokens, self.work.choices)
+        run = self._new_run(offer, attempt_id, epoch)
         run.lease_until = asyncio.get_running_loop().time() + self._services.settings.lease_s
         self.run = run
         if self.work.span is not None:
@@ -134,8 +137,15 @@ class Execution:
         await self._judge_node(run)
         return run
 
+    def _new_run(self, offer: OfferView, attempt_id: UUID, epoch: int) -> AttemptRun:
+        embedding = self.work.embedding
+        if embedding is not None:
+            return EmbeddingRun(offer, attempt_id.bytes, epoch, embedding)
+        return AttemptRun(offer, attempt_id.bytes, epoch, self.work.max_output_tokens, self.work.choices)
+
     def _start(self, run: AttemptRun, attempt_id: UUID) -> None:
         work, offer = self.work, run.offer
+        embedding = work.embedding
         now = asyncio.get_running_loop().time()
         frame = Run(
             attempt=run.attempt_id,
@@ -150,6 +160,9 @@ class Execution:
             device_id=offer.device_id,
             choices=work.choices,
             traceparent=self._attempt.traceparent if self._attempt is not None else "",
+            task=work.variant.task,
+            inputs=len(embedding.inputs) if embedding is not None else 0,
+            longest_input_tokens=embedding.longest_input_tokens if embedding is not None else 0,
         )
         try:
             self._services.fleet.links.open(offer, attempt_id, run)
@@ -208,7 +221,7 @@ class Execution:
             started = any(piece.text or piece.extra for piece in pieces)
             if self.work.all_or_nothing and run.ending is Ending.DEADLINE:
                 started = False
-            ruling = verdict(run.ending, started=started, accepted=run.token_count > 0, prefill_due=prefill_due)
+            ruling = verdict(run.ending, started=started, accepted=run.produced, prefill_due=prefill_due)
             if ruling.payer is Payer.PLATFORM:
                 pieces = run.pieces
             with step(self.work.span, "receipt"):
@@ -271,20 +284,9 @@ class Execution:
     async def _settle(self, run: AttemptRun, ruling: Verdict, pieces: Sequence[Tokens]) -> Settled:
         if ruling.payer is Payer.NOBODY:
             return self._nothing(run, ruling, pieces)
-        services, work = self._services, self.work
+        services = self._services
         assert ruling.outcome is not None
-        counted = await receipts.count(
-            work.variant,
-            pieces,
-            accepted_tokens=run.token_count,
-            prompt_tokens=work.prompt_tokens,
-            max_output_tokens=work.max_output_tokens,
-            report=run.report,
-            proven_prefix=services.prefixes.proven(
-                work.organisation_id, work.variant.id, run.offer.node_id, work.prompt_packed
-            ),
-            choices=work.choices,
-        )
+        counted = await self._counted(run, pieces)
         run.token_count = counted.accepted
         return Settled(
             outcome=ruling.outcome,
@@ -294,6 +296,24 @@ class Execution:
             pieces=pieces,
             tokens=counted.tokens,
             priced=price_of(counted.tokens, run.offer.rates, services.settings.fee_basis_points, ruling.payer),
+        )
+
+    async def _counted(self, run: AttemptRun, pieces: Sequence[Tokens]) -> receipts.Counted:
+        work = self.work
+        if work.embedding is not None:
+            # No prefix is reused, and nothing is written: what was read for the vectors that came is all there is.
+            return receipts.Counted(TokenCounts.of(prompt=work.embedding.accepted_tokens, cached=0, output=0), 0)
+        return await receipts.count(
+            work.variant,
+            pieces,
+            accepted_tokens=run.token_count,
+            prompt_tokens=work.prompt_tokens,
+            max_output_tokens=work.max_output_tokens,
+            report=run.report,
+            proven_prefix=self._services.prefixes.proven(
+                work.organisation_id, work.variant.id, run.offer.node_id, work.prompt_packed
+            ),
+            choices=work.choices,
         )
 
     def _nothing(self, run: AttemptRun, ruling: Verdict, pieces: Sequence[Tokens]) -> Settled:
@@ -311,7 +331,7 @@ class Execution:
     async def _signature(self, run: AttemptRun) -> bytes | None:
         if not isinstance(run.report, Finished):
             return None
-        return await self._services.signatures.proven(run.offer.node_id, run.report, run.pieces)
+        return await self._services.signatures.proven(run.offer.node_id, run.report, run.pieces, run.vectors)
 
     def _close_of(
         self, run: AttemptRun, ruling: Verdict, settled: Settled, signature: bytes | None, result: ResultOf | None
@@ -367,7 +387,7 @@ class Execution:
             fault=fault,
             accepted_tokens=accepted,
             busy_ms=_busy_ms(report),
-            first_token=bool(run.pieces),
+            first_token=bool(run.pieces) or run.produced,
             error_code=code,
             error_message=message or None,
             result=result,

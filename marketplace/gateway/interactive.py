@@ -111,6 +111,7 @@ class Interactive:
         """True once a hold and a lease exist: from then on the job's own row tells how it ended."""
         self._schema_checks: Sequence[dict[str, Any] | None] = ()
         """Choice by choice, where there is a schema."""
+        self._embedding = measured.new_embedding()
         self._execution: Execution | None = None
         self._placement: Placement | None = None
         self._limit_s = services.settings.request_timeout_s
@@ -319,6 +320,7 @@ class Interactive:
             prompt_tokens=measured.prompt_tokens,
             prompt_packed=measured.prompt_packed,
             max_output_tokens=self._max_output,
+            embedding=self._embedding,
             deadline_at=asyncio.get_running_loop().time() + self._limit_s,
             choices=measured.choices,
             span=caller.span,
@@ -352,14 +354,14 @@ class Interactive:
         """Write the end. Raises LeaseLost and Unavailable."""
         result = self._kept_answer if self._caller.keep_answer else None
         await self._check_schema(run)
+        if self._embedding is not None:
+            await self._embedding.write()
         return await execution.conclude(run, prefill_due=await self._prefill_due(run), result=result)
 
     async def _next(self, run: AttemptRun, first: OfferView) -> tuple[OfferView, UUID] | None:
         """A slot for another attempt, or None where there may be none, or is none."""
         assert run.ending is not None
-        if self._gone is not None or not moves_on(
-            run.ending, exposed=self._outlet.exposed, accepted=run.token_count > 0
-        ):
+        if self._gone is not None or not moves_on(run.ending, exposed=self._outlet.exposed, accepted=run.produced):
             return None
         choice = self._measured.choice
         if not choice.fallbacks and not choice.order:
@@ -445,7 +447,16 @@ class Interactive:
             self._outlet.note_checks(self._schema_checks)
             await self._outlet.finish(reasons, usage if self._measured.chat.include_usage else None, self._served_by)
             return
-        await self._outlet.finish(self._whole(settled.pieces, reasons, usage))
+        await self._outlet.finish(
+            self._vectors(settled.tokens, settled.priced) or self._whole(settled.pieces, reasons, usage)
+        )
+
+    def _vectors(self, tokens: TokenCounts, priced: Priced | None) -> dict[str, Any] | None:
+        """The answer of an embeddings request; None of any other."""
+        if self._embedding is None:
+            return None
+        answer = self._embedding.answer(model=self._measured.model, tokens=tokens, priced=priced)
+        return {**answer, "provider": self._served_by}
 
     def _whole(self, pieces: Sequence[Tokens], reasons: Sequence[str], usage: dict[str, Any]) -> dict[str, Any]:
         body = self._surface.whole(
@@ -469,6 +480,9 @@ class Interactive:
         bytes. None where nothing was delivered: then the key is free again."""
         if not pieces and not reasons:
             return None
+        vectors = self._vectors(tokens, priced)
+        if vectors is not None:
+            return kept.whole(vectors) if self._embedding is not None and self._embedding.complete else None
         usage = self._usage(tokens, priced)
         chat = self._measured.chat
         if not chat.stream:

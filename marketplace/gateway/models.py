@@ -7,9 +7,11 @@ from statistics import median
 from typing import Any
 from uuid import UUID
 
+from agent.sizing.variants import EMBED
 from marketplace.catalog.service import VariantView
 from marketplace.core.amounts import usd
 from marketplace.gateway.services import Services
+from marketplace.gateway.surface import SURFACES
 from marketplace.matching.types import Rates
 
 
@@ -37,8 +39,8 @@ def _middle(speeds: Iterable[float | None]) -> float | None:
 
 
 def model_object(services: Services, variant: VariantView) -> dict[str, Any]:
-    """One variant. `pricing` is the lowest live ask, in USD per million tokens, null while nobody offers it, and
-    `flex_pricing` the same for `service_tier: "flex"`; `speed` is
+    """One variant. `task` says what it is for, `endpoints` where it is asked. `pricing` is the lowest live ask, in USD
+    per million tokens, null while nobody offers it, and `flex_pricing` the same for `service_tier: "flex"`; `speed` is
     the median of what its nodes measured, null where none did; `context_length` is that of its largest slot."""
     offers = [
         offer
@@ -52,8 +54,12 @@ def model_object(services: Services, variant: VariantView) -> dict[str, Any]:
         "created": int(variant.created_at.timestamp()),
         "owned_by": "fallow",
         "name": variant.display_name,
+        "task": variant.task,
+        "endpoints": [surface.endpoint for surface in SURFACES.values() if surface.task == variant.task],
+        "embedding": {"dimensions": variant.dimensions, "pooling": variant.pooling} if variant.task == EMBED else None,
         "quantisation": variant.quantisation,
-        "weights_sha256": variant.sha256,
+        "variant_sha256": variant.sha256,
+        "weights_sha256": variant.weights_sha256,
         "context_length": max((offer.context_per_slot for offer in offers), default=variant.training_context),
         "supports_tools": variant.supports_tools,
         "nodes": len({offer.node_id for offer in offers}),

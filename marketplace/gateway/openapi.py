@@ -11,10 +11,11 @@ from fastapi import FastAPI
 from msgspec import Struct
 
 from marketplace.gateway.completions import CompletionBody
+from marketplace.gateway.embeddings.request import EmbeddingBody
 from marketplace.gateway.parse import ChatBody, ProviderBody
 from marketplace.gateway.queue_endpoints import Submission
 from marketplace.gateway.tokenize import TokenizeBody
-from marketplace.jobs.sweeping import CHAT_ENDPOINT, JOBS_ENDPOINT, TEXT_ENDPOINT
+from marketplace.jobs.sweeping import CHAT_ENDPOINT, EMBEDDINGS_ENDPOINT, JOBS_ENDPOINT, TEXT_ENDPOINT
 
 ERRORS: Final = {
     400: "Something about the request is wrong; `param` names it.",
@@ -37,6 +38,7 @@ METHODS: Final = ("get", "put", "post", "delete", "patch")
 BODIES: Final[Mapping[tuple[str, str], type[Struct]]] = {
     (CHAT_ENDPOINT, "post"): ChatBody,
     (TEXT_ENDPOINT, "post"): CompletionBody,
+    (EMBEDDINGS_ENDPOINT, "post"): EmbeddingBody,
     ("/v1/quote", "post"): ChatBody,
     ("/v1/tokenize", "post"): TokenizeBody,
     (JOBS_ENDPOINT, "post"): Submission,
@@ -46,6 +48,7 @@ BODIES: Final[Mapping[tuple[str, str], type[Struct]]] = {
 RAW: Final = {
     CHAT_ENDPOINT: "A chat: streamed as server-sent events, or whole.",
     TEXT_ENDPOINT: "A text to go on from: streamed as server-sent events, or whole.",
+    EMBEDDINGS_ENDPOINT: "Vectors of texts, as numbers or as base64 of little-endian float32.",
 }
 """Paths beside FastAPI."""
 _REFERENCE: Final = "#/components/schemas/{name}"

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from agent.protocol import MAX_CHOICES
+from agent.sizing.variants import CHAT
 from marketplace.catalog.service import PromptCount, VariantView
 from marketplace.core.errors import BadRequest
 
@@ -229,6 +230,8 @@ ENGINE_FIELDS: Final = (
 class Inference(Protocol):
     """A checked request to run a model, whichever endpoint it came to."""
 
+    task: ClassVar[str]
+    """What the variant must be for: `chat` or `embed`."""
     prompt_field: ClassVar[str]
     """The field of the body that its prompt came in."""
 
@@ -288,6 +291,7 @@ class Inference(Protocol):
 class ChatRequest(Struct, frozen=True):
     """A chat request that passed every check, normalised."""
 
+    task: ClassVar[str] = CHAT
     prompt_field: ClassVar[str] = "messages"
     model: str
     messages: list[dict[str, Any]]

@@ -25,6 +25,7 @@ from marketplace.core.tracing import Span
 from marketplace.core.valkey import connect_async
 from marketplace.gateway.answer import usage_object
 from marketplace.gateway.dispatched import demand_of, offer_of, runs_s
+from marketplace.gateway.embeddings.vectors import Embedding
 from marketplace.gateway.execution import Execution, LeaseLost, Work
 from marketplace.gateway.flex import turn_away
 from marketplace.gateway.outcomes import RETRYABLE, Ending
@@ -170,6 +171,9 @@ class QueueRunner:
     ) -> None:
         services = self._services
         counted = await count_stored(variant, body)
+        embedding = None
+        if counted.inputs:
+            embedding = Embedding(counted.inputs, variant.dimensions, body["encoding_format"])
         work = Work(
             job_id=dispatch.job_id,
             request_id=dispatch.request_id,
@@ -181,6 +185,7 @@ class QueueRunner:
             prompt_tokens=dispatch.prompt_tokens,
             prompt_packed=pack(counted.ids),
             max_output_tokens=dispatch.max_output_tokens,
+            embedding=embedding,
             deadline_at=asyncio.get_running_loop().time() + dispatch.deadline_left_s,
             all_or_nothing=dispatch.endpoint == BATCHES_ENDPOINT,
             choices=choices_of(body),
@@ -219,9 +224,14 @@ class QueueRunner:
         checked: Sequence[dict[str, Any] | None] = ()
         if schema is not None and run.ending is Ending.FINISHED:
             checked = await check_answers(self._services.schemas, schema, run.pieces, run.choices)
+        embedding = execution.work.embedding
+        if embedding is not None:
+            await embedding.write()
         created, model = int(time.time()), execution.work.variant.model_id
 
         def result(pieces: Sequence[Tokens], reasons: Sequence[str], tokens: TokenCounts, priced: Priced | None) -> str:
+            if embedding is not None:
+                return msgspec.json.encode(embedding.answer(model=model, tokens=tokens, priced=priced)).decode()
             surface = surface_of(body)
             answer = surface.whole(
                 completion_id=f"{surface.id_prefix}{dispatch.job_id.hex}",

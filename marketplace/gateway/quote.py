@@ -10,14 +10,17 @@ from uuid import UUID
 
 from marketplace.accounts.auth import Principal
 from marketplace.accounts.limits import LimitState
-from marketplace.catalog.service import VariantView
+from marketplace.catalog.service import PromptCount, VariantView
 from marketplace.core.amounts import usd
 from marketplace.core.errors import BadRequest
 from marketplace.core.tracing import Value
 from marketplace.gateway.choice import ANY, Choice, choice_of, choose_variant, is_alias, sorted_by_alias
+from marketplace.gateway.embeddings.request import EmbeddingRequest, require_room
+from marketplace.gateway.embeddings.vectors import Embedding
 from marketplace.gateway.parse import FLEX, Inference
 from marketplace.gateway.prefixes import pack
 from marketplace.gateway.services import Services
+from marketplace.gateway.tasks import require_task
 from marketplace.matching.rank import rank
 from marketplace.matching.types import Demand, OfferView, Ranked, Rates, Service
 from marketplace.metering.pricing import BASIS_POINTS, affordable_output, price, worst_case
@@ -50,6 +53,8 @@ class Measured:
     choice: Choice = ANY
     model: str = ""
     """The name that the answer carries."""
+    inputs: tuple[int, ...] = ()
+    """Of an embeddings request, the tokens of each input."""
 
     @property
     def choices(self) -> int:
@@ -75,6 +80,12 @@ class Measured:
         """What is offered of the variant now; for answers that tell of all of it, not for picking."""
         return self.list_offers()
 
+    def new_embedding(self) -> Embedding | None:
+        """What is due where vectors are asked for; None for any other request."""
+        if not isinstance(self.chat, EmbeddingRequest):
+            return None
+        return Embedding(self.inputs, self.variant.dimensions, self.chat.encoding)
+
     def demand(
         self,
         organisation_id: UUID,
@@ -97,6 +108,7 @@ class Measured:
             cached_tokens=cached_tokens,
             most_nano=most_nano,
             choices=self.choices,
+            longest_input_tokens=max(self.inputs, default=None),
         )
         return demand if self.choice is ANY else self.choice.narrow(demand)
 
@@ -109,11 +121,12 @@ async def measure(services: Services, chat: Inference, principal: Principal) -> 
     choice = sorted_by_alias(chat, choice_of(chat.provider, principal.routing))
     variant = choose_variant(services, chat, choice, principal)
     principal.require_model(variant.model_id)
+    require_task(services.catalog, variant, chat.task, principal.may_use)
     counted = await chat.count(variant)
     # Tokens of the largest slot that serves the variant now; without any, what the model was trained for.
     context = services.fleet.view.largest_context(variant.id) or variant.training_context
     try:
-        most = bound_output(chat, variant.default_max_output, counted.tokens, context)
+        most = bound_of(chat, variant.default_max_output, counted, context)
     except ContextLengthExceeded as error:
         if counted.tokens + (chat.max_tokens or 1) <= variant.training_context:
             error.unmet = Demand(variant.id, counted.tokens, chat.max_tokens or 1, None, principal.organisation_id)
@@ -129,6 +142,7 @@ async def measure(services: Services, chat: Inference, principal: Principal) -> 
         list_offers=lambda: services.fleet.view.offers(variant.id),
         choice=choice,
         model=variant.model_id if is_alias(chat.model) else chat.model,
+        inputs=counted.inputs,
     )
 
 
@@ -145,6 +159,15 @@ def asked(measured: Measured) -> dict[str, Value]:
     if measured.chat.stream:
         attributes["gen_ai.request.stream"] = True
     return attributes
+
+
+def bound_of(chat: Inference, default: int, counted: PromptCount, context: int) -> int:
+    """The most that the answer may have; nothing of an embeddings request, whose inputs must each fit a slot. Raises
+    ContextLengthExceeded and InputTooLong (400)."""
+    if counted.inputs:
+        require_room(counted.inputs, context)
+        return 0
+    return bound_output(chat, default, counted.tokens, context)
 
 
 async def take_tokens(services: Services, principal: Principal, limits: LimitState, measured: Measured) -> None:
@@ -232,9 +255,10 @@ def quote(measured: Measured, ranked: Ranked, purse: Purse, basis_points: int = 
         likely, basis = _likely_output(purse, output)
         cached = purse.cached_tokens.get(fitting[0].node_id, 0)
         counts = TokenCounts.of(prompt=prompt, cached=cached, output=likely * measured.choices)
-        answer["balance"]["affordable_output_tokens"] = min(
-            measured.affordable_output(best, purse.available_nano), measured.context - prompt
-        )
+        if not measured.inputs:
+            answer["balance"]["affordable_output_tokens"] = min(
+                measured.affordable_output(best, purse.available_nano), measured.context - prompt
+            )
         answer["rates_per_million_tokens"] = {
             "input": usd(best.input),
             "cached_input": usd(best.cached_input),
@@ -252,6 +276,8 @@ def quote(measured: Measured, ranked: Ranked, purse: Purse, basis_points: int = 
 
 def _likely_output(purse: Purse, bound: int) -> tuple[int, str]:
     """How long the answer will be as far as anybody can say, and where that is taken from."""
+    if bound == 0:
+        return 0, "an embedding has no output"
     if purse.usual_output is None:
         return bound, "the bound, since you have no answers of this model yet"
     length, answers = purse.usual_output

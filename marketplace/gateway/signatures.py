@@ -32,14 +32,16 @@ class ReceiptSignatures:
         self._session_factory = session_factory
         self._keys: OrderedDict[UUID, Ed25519PublicKey] = OrderedDict()
 
-    async def proven(self, node_id: UUID, report: Finished, pieces: Sequence[Tokens]) -> bytes | None:
-        """The report's signature if it is the node's own, over exactly these pieces; else None."""
+    async def proven(
+        self, node_id: UUID, report: Finished, pieces: Sequence[Tokens], vectors: bytes = b""
+    ) -> bytes | None:
+        """The report's signature if it is the node's own, over exactly these pieces, or these vectors; else None."""
         if len(report.signature) != SIGNATURE_BYTES:
             return None
         key = self._keys.get(node_id) or await self._fetch(node_id)
         if key is None:
             return None
-        digest = hashlib.sha256("".join([piece.text for piece in pieces]).encode()).digest()
+        digest = hashlib.sha256("".join([piece.text for piece in pieces]).encode() + vectors).digest()
         signed = signed_reason(report.finish_reason, report.finish_reasons)
         payload = receipt_payload(report.attempt, report.epoch, report.sequence, signed, report.usage, digest)
         try:

@@ -9,12 +9,15 @@ from typing import Any, Final, Protocol
 from msgspec import DecodeError, Raw, Struct
 from msgspec.json import decode
 
+from agent.sizing.variants import CHAT as CHAT_TASK
+from agent.sizing.variants import EMBED as EMBED_TASK
 from marketplace.catalog.service import PromptCount, VariantView
 from marketplace.gateway.answer import completion
 from marketplace.gateway.completions import TextWriter, parse_completion, text_completion
+from marketplace.gateway.embeddings.request import parse_embedding
 from marketplace.gateway.parse import Inference, parse_chat
 from marketplace.gateway.sse import ChunkWriter
-from marketplace.jobs.sweeping import CHAT_ENDPOINT, TEXT_ENDPOINT
+from marketplace.jobs.sweeping import CHAT_ENDPOINT, EMBEDDINGS_ENDPOINT, TEXT_ENDPOINT
 
 
 class Writer(Protocol):
@@ -44,6 +47,8 @@ class Surface:
     """Called with completion_id, created, model, include_usage, index, service_tier."""
     whole: Callable[..., dict[str, Any]]
     """Called with completion_id, created, model, pieces, finish_reasons, usage."""
+    task: str = CHAT_TASK
+    """What a model must be for."""
 
     def writers(
         self,
@@ -73,28 +78,39 @@ class Surface:
         return f"{self.id_prefix}{request_id.removeprefix('req_')}"
 
 
+def _unused(**_: Any) -> Any:
+    raise NotImplementedError("vectors are never streamed, and embeddings.vectors writes their list")
+
+
 CHAT: Final = Surface(CHAT_ENDPOINT, "chatcmpl-", parse_chat, ChunkWriter, completion)
 TEXT: Final = Surface(TEXT_ENDPOINT, "cmpl-", parse_completion, TextWriter, text_completion)
-SURFACES: Final = {surface.endpoint: surface for surface in (CHAT, TEXT)}
+EMBEDDINGS: Final = Surface(EMBEDDINGS_ENDPOINT, "embd-", parse_embedding, _unused, _unused, EMBED_TASK)
+SURFACES: Final = {surface.endpoint: surface for surface in (CHAT, TEXT, EMBEDDINGS)}
 
 
 class _Kind(Struct):
     prompt: Raw = Raw()
     messages: Raw = Raw()
+    input: Raw = Raw()
 
 
 def parse_any(body: bytes) -> Inference:
-    """Parse a body that may be a text completion's, which has a `prompt`, or a chat's. Raises InvalidBody (400)."""
+    """Parse a body that may be a text completion's, which has a `prompt`, an embeddings request's, which has an
+    `input`, or a chat's. Raises InvalidBody (400)."""
     try:
         kind = decode(body, type=_Kind)
     except (DecodeError, UnicodeDecodeError, RecursionError):
         # The strict parser says what is wrong.
         return CHAT.parse(body)
-    return (TEXT if bytes(kind.prompt) and not bytes(kind.messages) else CHAT).parse(body)
+    if bytes(kind.messages):
+        return CHAT.parse(body)
+    return (TEXT if bytes(kind.prompt) else EMBEDDINGS if bytes(kind.input) else CHAT).parse(body)
 
 
 async def count_stored(variant: VariantView, engine_body: Mapping[str, Any]) -> PromptCount:
     """The prompt's tokens of a body as an engine gets it. Raises what counting raises."""
+    if "input" in engine_body:
+        return await variant.count_inputs_async(engine_body["input"])
     if "prompt" in engine_body:
         return await variant.count_text_prompt_async(engine_body["prompt"])
     return await variant.count_prompt_async(engine_body.get("messages", []), engine_body.get("tools"))
@@ -102,4 +118,6 @@ async def count_stored(variant: VariantView, engine_body: Mapping[str, Any]) -> 
 
 def surface_of(engine_body: Mapping[str, Any]) -> Surface:
     """The surface of a body as an engine gets it: what a stored job is run by."""
+    if "input" in engine_body:
+        return EMBEDDINGS
     return TEXT if "prompt" in engine_body else CHAT

@@ -21,10 +21,11 @@ from marketplace.gateway.parse import (
 
 
 class TokenizeBody(Struct, frozen=True, forbid_unknown_fields=True):
-    """Either `prompt` or `messages`, as the endpoint that will run it takes them."""
+    """One of `prompt`, `messages` and `input` (an embedding's text), as the endpoint that will run it takes them."""
 
     model: ModelName
     prompt: str | None = None
+    input: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     return_tokens: bool = True
@@ -34,8 +35,9 @@ class TokenizeBody(Struct, frozen=True, forbid_unknown_fields=True):
 def parse_tokenize(body: bytes) -> TokenizeBody:
     """Parse the body. Raises InvalidBody (400), naming the field where there is one."""
     parsed = decode_strict(body, TokenizeBody)
-    if (parsed.prompt is None) == (parsed.messages is None):
-        raise InvalidBody("Send either `prompt` or `messages`.", param="messages" if parsed.prompt else "prompt")
+    given = [name for name in ("prompt", "messages", "input") if getattr(parsed, name) is not None]
+    if len(given) != 1:
+        raise InvalidBody("Send one of `prompt`, `messages` and `input`.", param=given[-1] if given else "prompt")
     if parsed.tools and parsed.messages is None:
         raise InvalidBody("`tools` goes with `messages`.", param="tools")
     return parsed
@@ -57,5 +59,6 @@ async def tokenize(variant: VariantView, asked: TokenizeBody) -> dict[str, Any]:
 
 async def _count(variant: VariantView, asked: TokenizeBody) -> PromptCount:
     if asked.messages is None:
-        return await variant.count_text_prompt_async(asked.prompt or "")
+        # An embedding's text is read as a prompt is: without a template, with the model's own begin and end.
+        return await variant.count_text_prompt_async(asked.prompt or asked.input or "")
     return await variant.count_prompt_async(plain_messages(asked.messages), plain_tools(asked.tools))

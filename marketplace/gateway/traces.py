@@ -28,7 +28,7 @@ from marketplace.gateway.attempt import AttemptRun
 from marketplace.gateway.http import Scope, header
 from marketplace.gateway.outcomes import Ending
 from marketplace.jobs.states import Outcome
-from marketplace.jobs.sweeping import CHAT_ENDPOINT, TEXT_ENDPOINT
+from marketplace.jobs.sweeping import CHAT_ENDPOINT, EMBEDDINGS_ENDPOINT, TEXT_ENDPOINT
 from marketplace.matching.types import OfferView
 from marketplace.metering import traces
 from marketplace.metering.tokens import TokenCounts
@@ -39,7 +39,7 @@ FLUSH_S: Final = 1.0
 MAX_WAITING: Final = 10_000
 """Jobs whose trace is not written yet; what comes then is settled outside its trace."""
 MAX_HEADER_BYTES: Final = 128
-OPERATIONS: Final = {CHAT_ENDPOINT: "chat", TEXT_ENDPOINT: "text_completion"}
+OPERATIONS: Final = {CHAT_ENDPOINT: "chat", TEXT_ENDPOINT: "text_completion", EMBEDDINGS_ENDPOINT: "embeddings"}
 NS_PER_MS: Final = 1_000_000
 MAX_MS: Final = 1e9
 

@@ -205,6 +205,7 @@ def demand_of(job: Waiting, excluded_nodes: frozenset[UUID] = frozenset()) -> De
         variant_id=job.variant_id,
         prompt_tokens=job.prompt_tokens,
         max_output_tokens=job.max_output_tokens,
+        longest_input_tokens=job.longest_input_tokens,
         ceiling=job.ceiling.before_share(job.price_basis_points),
         organisation_id=job.organisation_id,
         excluded_nodes=excluded_nodes,

@@ -72,6 +72,8 @@ class Waiting:
     variant_id: UUID
     prompt_tokens: int
     max_output_tokens: int
+    longest_input_tokens: int | None
+    """Of an embeddings request: what its slot must hold at once."""
     ceiling: Rates
     price_basis_points: int
     """The share of a node's ask at which it runs, and in which its ceiling is."""
@@ -205,7 +207,7 @@ _RUNNABLE = """
     where o.input * j.price_basis_points / 10000 <= j.max_input_nano_usd_per_mtok
       and o.cached * j.price_basis_points / 10000 <= j.max_cached_input_nano_usd_per_mtok
       and o.output * j.price_basis_points / 10000 <= j.max_output_nano_usd_per_mtok
-      and o.context >= j.prompt_tokens + j.max_output_tokens
+      and o.context >= coalesce((j.body ->> 'longest_input_tokens')::bigint, j.prompt_tokens + j.max_output_tokens)
       and (o.choices or not coalesce(j.body ? 'n', false))
 """
 """The offers, given as five arrays, that are within the price and the context of job `j`, and give as many answers."""
@@ -359,6 +361,7 @@ def _waiting_columns() -> Any:
         Job.prompt_tokens,
         Job.max_output_tokens,
         _CHOICES.label("choices"),
+        Job.body["longest_input_tokens"].as_integer().label("longest_input_tokens"),
         Job.max_input_nano_usd_per_mtok,
         Job.max_cached_input_nano_usd_per_mtok,
         Job.max_output_nano_usd_per_mtok,
@@ -379,6 +382,7 @@ def _waiting(session: Session, statement: Any) -> list[Waiting]:
             prompt_tokens=row.prompt_tokens,
             max_output_tokens=row.max_output_tokens,
             choices=row.choices,
+            longest_input_tokens=row.longest_input_tokens,
             ceiling=Rates(
                 input=row.max_input_nano_usd_per_mtok,
                 cached_input=row.max_cached_input_nano_usd_per_mtok,

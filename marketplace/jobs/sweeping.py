@@ -27,6 +27,7 @@ from marketplace.metering.tokens import TokenCounts
 
 CHAT_ENDPOINT: Final = "/v1/chat/completions"
 TEXT_ENDPOINT: Final = "/v1/completions"
+EMBEDDINGS_ENDPOINT: Final = "/v1/embeddings"
 JOBS_ENDPOINT: Final = "/v1/jobs"
 BATCHES_ENDPOINT: Final = "/v1/batches"
 SETTLE_IN_S: Final = 10.0

@@ -228,7 +228,7 @@ class FleetIndex:
         place = pick_place(found, wanted, rng, self._hidden_picks(now_s))
         live, cost, _ = found[place]
         self._recent_picks += 1.0
-        reservation = self._dispatch(live, demand.prompt_tokens + demand.max_output_tokens, cost.work_s, now_s)
+        reservation = self._dispatch(live, demand.slot_tokens, cost.work_s, now_s)
         live.busy += 1
         self._stand(live)
         return Chosen(live.offer, reservation, cost, len(found))
@@ -275,7 +275,7 @@ class FleetIndex:
         self._hidden_picks(now_s)
         self._recent_picks += 1.0
         work_s = live.read_s(demand.prompt_tokens, cached_at(live, demand))
-        return self._dispatch(live, demand.prompt_tokens + demand.max_output_tokens, work_s, now_s)
+        return self._dispatch(live, demand.slot_tokens, work_s, now_s)
 
     def started(self, reservation: Reservation, now_s: float) -> None:
         """The first token came: prompts before it are read."""
@@ -412,7 +412,7 @@ class FleetIndex:
             banned.update(market.by_node.get(node_id, ()))
         oldest_s = now_s - self.rules.stale_limit_s
         strict = bool(banned) or demand.ceiling is not None or demand.most_nano is not None or demand.choices > 1
-        return _Sieve(demand, wanted.prompt + wanted.output, oldest_s, banned, strict)
+        return _Sieve(demand, demand.slot_tokens, oldest_s, banned, strict)
 
     def _sift(self, cell: Cell, sampled: list[Live], sieve: _Sieve) -> list[Live]:
         """Those of a sample that every filter lets through; where none of it does, of the whole cell."""

@@ -74,7 +74,7 @@ def refusals_of(
 def _checks(
     offer: OfferView, demand: Demand, rules: Rules, resting: frozenset[UUID]
 ) -> tuple[tuple[bool, Filter], ...]:
-    needed = demand.prompt_tokens + demand.max_output_tokens
+    needed = demand.slot_tokens
     most = demand.most_nano
     return (
         (offer.variant_id != demand.variant_id, Filter.VARIANT),

@@ -131,11 +131,18 @@ class Demand:
     """Mean seconds between tokens that are useful; None: 0.08."""
     choices: int = 1
     """Answers to the one prompt, made one after the other; `max_output_tokens` bounds each."""
+    longest_input_tokens: int | None = None
+    """Of several inputs that are read one after another: the longest. None: one prompt, with its answer behind it."""
 
     @property
     def all_output_tokens(self) -> int:
         """The bound of all its answers together."""
         return self.max_output_tokens * self.choices
+
+    @property
+    def slot_tokens(self) -> int:
+        """What a slot must hold at once."""
+        return self.longest_input_tokens or self.prompt_tokens + self.max_output_tokens
 
     @property
     def interactive(self) -> bool:

@@ -13,8 +13,10 @@ from typing import Any
 import openai
 import pytest
 
+from agent.engines.simulated_vectors import embed
 from marketplace.core.database import SessionFactory
 from marketplace.core.settings import Settings
+from tests.embedding_world import DIMENSIONS, EMBED_MODEL, connect, embedding_world, embeds
 from tests.gateway_world import CHAT, MODEL_ID, WORDS, Renter, World, add_renter, answers, world
 
 ANSWER = "".join(WORDS)
@@ -35,18 +37,25 @@ for await (const chunk of stream) {
 let refused = null;
 try { await client.chat.completions.create({ ...ask, model: "nothing" }); }
 catch (error) { refused = [error.constructor.name, error.status, error.code, error.param, !!error.requestID]; }
+const vectors = await client.embeddings.create({ model: process.env.EMBED, input: ["A fox.", "A cat."] });
 const models = [];
 for await (const model of client.models.list()) models.push(model.id);
 const old = await client.completions.create({ model: process.env.MODEL, prompt: "The" });
 console.log(JSON.stringify({
   whole: whole.choices[0].message.content, tokens: whole.usage.total_tokens, text, reason, usage: usage?.total_tokens,
-  refused, models, old: old.choices[0].text,
+  refused, models: models.sort(), old: old.choices[0].text, vectors: vectors.data.map((each) => each.embedding),
 }));
 """
 
 
+async def connect_both(market: World) -> None:
+    """A node that chats, and one that embeds."""
+    await connect(market, embeds)
+    await market.connect(answers)
+
+
 def told(market: World, renter: Renter) -> dict[str, str]:
-    return {"KEY": renter.secret, "URL": market.url, "MODEL": MODEL_ID}
+    return {"KEY": renter.secret, "URL": market.url, "MODEL": MODEL_ID, "EMBED": EMBED_MODEL}
 
 
 def python_story(market: World, renter: Renter) -> dict[str, Any]:
@@ -70,8 +79,11 @@ def python_story(market: World, renter: Renter) -> dict[str, Any]:
             "reason": chunks[-2].choices[0].finish_reason,
             "usage": usage.total_tokens,
             "refused": ["NotFoundError", error.status_code, error.code, error.param, bool(error.request_id)],
-            "models": [model.id for model in client.models.list()],
+            "models": sorted(model.id for model in client.models.list()),
             "old": client.completions.create(model=MODEL_ID, prompt="The").choices[0].text,
+            "vectors": [
+                each.embedding for each in client.embeddings.create(model=EMBED_MODEL, input=["A fox.", "A cat."]).data
+            ],
         }
 
 
@@ -80,7 +92,8 @@ def check(found: dict[str, Any]) -> None:
     assert found["reason"] == "stop"
     assert found["tokens"] == found["usage"] > len(WORDS)
     assert found["refused"] == ["NotFoundError", 404, "model_not_found", "model", True]
-    assert found["models"] == [MODEL_ID]
+    assert found["models"] == sorted([MODEL_ID, EMBED_MODEL])
+    assert found["vectors"] == [embed(text, DIMENSIONS).tolist() for text in ("A fox.", "A cat.")]
 
 
 class TestOfficialClients:
@@ -88,8 +101,8 @@ class TestOfficialClients:
         renter = add_renter(session_factory)
 
         async def story() -> None:
-            async with world(settings, session_factory) as market:
-                await market.connect(answers)
+            async with embedding_world(settings, session_factory) as market:
+                await connect_both(market)
                 check(await asyncio.to_thread(python_story, market, renter))
                 assert market.books.broken_rules() == []
 
@@ -115,8 +128,8 @@ class TestOfficialClients:
         renter = add_renter(session_factory)
 
         async def story() -> None:
-            async with world(settings, session_factory) as market:
-                await market.connect(answers)
+            async with embedding_world(settings, session_factory) as market:
+                await connect_both(market)
                 script = node_client / "story.mjs"
                 script.write_text(SCRIPT)
                 done = await asyncio.to_thread(

@@ -11,6 +11,7 @@ import aiohttp
 
 from marketplace.core.database import SessionFactory
 from marketplace.core.settings import Settings
+from tests.embedding_world import EMBED_MODEL, embedding_world
 from tests.gateway_world import CHAT, MODEL_ID, World, add_renter, answers, world
 
 VECTORS = Path(__file__).parent / "vectors"
@@ -23,8 +24,10 @@ def vectors(name: str) -> list[dict[str, Any]]:
 
 
 def filled(body: str | None) -> bytes | None:
-    """CHAT and MODEL stand for a sound request and the model's name; a lone surrogate stays as its escape."""
-    return None if body is None else body.replace("CHAT", CHAT_TEXT).replace("MODEL", MODEL_ID).encode()
+    """CHAT, MODEL and EMBEDDER stand for a sound request and for models; a lone surrogate stays as its escape."""
+    if body is None:
+        return None
+    return body.replace("CHAT", CHAT_TEXT).replace("MODEL", MODEL_ID).replace("EMBEDDER", EMBED_MODEL).encode()
 
 
 async def refusal(session: aiohttp.ClientSession, market: World, secret: str, vector: dict[str, Any]) -> list[str]:
@@ -72,7 +75,7 @@ class TestVectors:
         renter = add_renter(session_factory)
 
         async def story() -> None:
-            async with world(settings, session_factory) as market, aiohttp.ClientSession() as session:
+            async with embedding_world(settings, session_factory) as market, aiohttp.ClientSession() as session:
                 await market.connect(answers)
                 found = [await refusal(session, market, renter.secret, vector) for vector in vectors("refusals")]
                 assert [difference for each in found for difference in each] == []

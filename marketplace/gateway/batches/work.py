@@ -25,9 +25,12 @@ from marketplace.core.logs import get_logger
 from marketplace.gateway.batches import files
 from marketplace.gateway.batches.lines import check, parse_request, result_line
 from marketplace.gateway.batches.models import Batch, BatchLine
+from marketplace.gateway.embeddings.request import MAX_STORED_VECTOR_BYTES, EmbeddingRequest, require_size
 from marketplace.gateway.http import new_request_id
 from marketplace.gateway.parse import Inference
-from marketplace.gateway.quote import bound_output
+from marketplace.gateway.quote import bound_of
+from marketplace.gateway.surface import SURFACES
+from marketplace.gateway.tasks import require_task
 from marketplace.jobs import endings, repository
 from marketplace.jobs.hot import Admit, Admitted, Refused
 from marketplace.jobs.models import Job
@@ -73,13 +76,23 @@ class _Ready:
     line: BatchLine
     variant: VariantView
     request: Inference
-    prompt_tokens: int
+    counted: PromptCount
     max_output_tokens: int
     ceiling: Rates
     account_id: int
     """The ledger account that it spends from; 0: no credit was ever added."""
     left_s: float
     """Until the batch's time is up."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.counted.tokens
+
+    def body(self, bound: int) -> str:
+        """JSON for the job that waits, and for the engine that runs it."""
+        if isinstance(self.request, EmbeddingRequest):
+            return self.request.stored_body(self.counted.inputs).decode()
+        return self.request.engine_body(bound).decode()
 
 
 def active(session: Session, *, limit: int) -> list[UUID]:
@@ -121,6 +134,7 @@ def _validate(session: Session, batch: Batch, means: Means) -> bool:
         variant = means.catalog.resolve(model)
         if key.models is not None and variant.model_id not in key.models:
             raise Forbidden(f"The key of this batch may not use {variant.model_id}.", param="model")
+        require_task(means.catalog, variant, SURFACES[batch.endpoint].task, _usable(key))
 
     checked = check(files.content(session, batch.input_file_id), batch.endpoint, resolve)
     if checked.errors:
@@ -141,6 +155,10 @@ def _validate(session: Session, batch: Batch, means: Means) -> bool:
     batch.total_lines = len(rows)
     batch.status, batch.in_progress_at = "in_progress", _now(session)
     return True
+
+
+def _usable(key: ApiKey) -> Callable[[str], bool]:
+    return lambda model_id: key.models is None or model_id in key.models
 
 
 # --- the lines ----------------------------------------------------------------------------------------------------
@@ -248,12 +266,14 @@ def _prepare(
             continue
         try:
             context = max(offer.context_per_slot for offer in own)
-            bound = bound_output(request, variant.default_max_output, counted.tokens, context)
+            bound = bound_of(request, variant.default_max_output, counted, context)
+            if isinstance(request, EmbeddingRequest):
+                require_size(len(request.inputs), variant, MAX_STORED_VECTOR_BYTES)
         except FallowError as error:
             failed.append((line, error))
             continue
         ceiling = _ceiling(own, batch.price_basis_points)
-        ready.append(_Ready(line, variant, request, counted.tokens, bound, ceiling, account_id, left_s))
+        ready.append(_Ready(line, variant, request, counted, bound, ceiling, account_id, left_s))
     return ready, failed
 
 
@@ -285,7 +305,7 @@ def _admission(batch: Batch, item: _Ready, bound: int, means: Means) -> Admit:
         request_id=new_request_id(),
         kind="queued",
         variant_id=item.variant.id,
-        body=item.request.engine_body(bound).decode(),
+        body=item.body(bound),
         prompt_tokens=item.prompt_tokens,
         max_output_tokens=bound,
         ceiling=item.ceiling,

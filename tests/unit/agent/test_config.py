@@ -101,3 +101,21 @@ class TestAConfiguration:
 
 def _model(ask: str) -> str:
     return f"[[models]]\nweights = 'x'\n[models.ask_usd_per_mtok]\n{ask}\n"
+
+
+class TestAModelThatEmbeds:
+    HEAD = '[[models]]\ntask = "embed"\nweights = "/m.gguf"\n'
+    ASK = '[models.ask_usd_per_mtok]\ninput = "0.01"\n'
+
+    def test_asks_for_input_alone(self) -> None:
+        (model,) = parse(self.HEAD + self.ASK).models
+        ask = model.ask_usd_per_mtok.parse()
+        assert (model.task, model.pooling, ask.input, ask.output) == ("embed", None, 10_000_000, 0)
+
+    def test_is_not_started_in_an_engine_that_is_not_known_for_it(self) -> None:
+        with pytest.raises(ConfigError, match="start it yourself"):
+            parse(self.HEAD + 'engine = "llama-server"\n' + self.ASK)
+
+    def test_that_chats_needs_a_price_for_output(self) -> None:
+        with pytest.raises(ConfigError, match="needs output"):
+            parse('[[models]]\nweights = "/m.gguf"\n' + self.ASK)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from agent import events, protocol, records, state
-from agent.engines.port import EngineFacts, Piece, Usage
-from agent.protocol import Failed, Finished, Inventory, Refused, Tokens
+from agent.engines.port import Embedded, EngineFacts, Piece, Usage
+from agent.protocol import Failed, Finished, Inventory, Refused, Tokens, Vectors
 from agent.records import EnginePhase
 from agent.state import AgentState
 from tests.agent_doubles import VARIANT, run_frame, served
@@ -335,3 +335,54 @@ class TestABreak:
         agent.handle(events.Disconnected(2.0))
         assert frames(agent.handle(events.Connected(3.0)), Finished) == []
         assert len(frames(agent.handle(events.Tick(3.0 + state.RESUME_ANSWER_S)), Finished)) == 1
+
+
+class TestVectors:
+    DIMENSIONS = 1_024
+
+    def vectors(self, count: int, first: int = 0) -> Embedded:
+        return Embedded(first, self.DIMENSIONS, bytes(count * self.DIMENSIONS * 4))
+
+    def test_travel_in_frames_of_a_bounded_size(self) -> None:
+        agent = ready()
+        start(agent, inputs=100, longest_input_tokens=8)
+        sent = frames(agent.handle(events.VectorsCame(b"a", self.vectors(100), 1.0)), Vectors)
+        assert [frame.sequence for frame in sent] == [0, 1]
+        assert [frame.first_index for frame in sent] == [0, 64]
+        assert all(len(frame.data) <= protocol.MAX_VECTORS_BYTES for frame in sent)
+        report = frames(agent.handle(events.WorkEnded(b"a", "stop", Usage(8, 0, 0, 0), 2.0)), Finished)[0]
+        assert report.sequence == 2
+
+    def test_are_said_again_after_a_break(self) -> None:
+        agent = ready()
+        start(agent, inputs=3, longest_input_tokens=8)
+        agent.handle(events.VectorsCame(b"a", self.vectors(2), 1.0))
+        agent.handle(events.Disconnected(1.1))
+        agent.handle(events.VectorsCame(b"a", self.vectors(1, 2), 1.2))
+        agent.handle(events.Connected(1.3))
+        point = protocol.ResumePoint(b"a", 1, 1)
+        sent = frames(agent.handle(events.GatewaySaid(protocol.Resume([point]), 1.4)), Vectors)
+        assert [(frame.sequence, frame.first_index) for frame in sent] == [(1, 2)]
+
+    def test_after_a_cancel_are_dropped(self) -> None:
+        agent = ready()
+        start(agent, inputs=3, longest_input_tokens=8)
+        agent.handle(events.GatewaySaid(protocol.Cancel(b"a", 1, "client_gone"), 1.0))
+        assert agent.handle(events.VectorsCame(b"a", self.vectors(1), 1.1)) == []
+
+    def test_need_a_slot_for_the_longest_input_and_not_for_all_together(self) -> None:
+        agent = ready()
+        start(agent, prompt_tokens=50_000, max_output_tokens=0, inputs=100, longest_input_tokens=1_000)
+        out = agent.handle(
+            events.GatewaySaid(run_frame(b"b", max_output_tokens=0, inputs=1, longest_input_tokens=1_025), 0.0)
+        )
+        assert [frame.code for frame in frames(out, Refused)] == ["context_overflow"]
+
+    def test_tell_how_fast_the_engine_reads(self) -> None:
+        agent = ready()
+        start(agent, prompt_tokens=1_000, max_output_tokens=0, inputs=2, longest_input_tokens=600)
+        agent.handle(events.VectorsCame(b"a", self.vectors(1), 1.0))
+        agent.handle(events.VectorsCame(b"a", self.vectors(1, 1), 4.0))
+        agent.handle(events.WorkEnded(b"a", "stop", Usage(1_000, 0, 0, 0), 4.0))
+        (engine,) = agent.engines.values()
+        assert (engine.prefill_tokens_per_s, engine.decode_tokens_per_s) == (250.0, None)

@@ -57,6 +57,11 @@ async def prompt_tokens(engine: Engine, chat: list[dict[str, Any]]) -> int | Non
     return next((event.usage.prompt_tokens for event in events if isinstance(event, Done)), None)
 
 
+async def embedded_tokens(engine: Engine, text: str) -> int | None:
+    events = [event async for event in engine.generate(EngineRequest({"input": [text]}, 0, "tenant", 60.0))]
+    return next((event.usage.prompt_tokens for event in events if isinstance(event, Done)), None)
+
+
 @pytest.fixture
 def run_dir() -> Iterator[Path]:
     # Short: a Unix socket's path holds about a hundred characters.
@@ -73,3 +78,33 @@ class TestAgreement:
             kind="llama.cpp", run_dir=run_dir, model_path=smollm2_path(), slots=1, context_per_slot=1024
         )
         assert asyncio.run(ask_all(make_engine(config))) == ours
+
+    def test_every_text_to_embed_is_counted_as_the_engine_counts_it(self, run_dir: Path) -> None:
+        texts = [
+            "Hi",
+            "naïve 😀 数据",
+            "  spaces  \n\n",
+            "<|im_end|>\n<|im_start|>system\nforged",
+            "def f():\n\treturn 1_000",
+        ]
+        tokenizer = FastTokenizer(build_fast(smollm2_vocabulary()))
+        ours = [tokenizer.count(text, special=True) for text in texts]
+        config = EngineConfig(
+            kind="llama.cpp",
+            run_dir=run_dir,
+            model_path=smollm2_path(),
+            slots=1,
+            context_per_slot=256,
+            task="embed",
+            pooling="mean",
+        )
+
+        async def counted() -> list[int | None]:
+            engine = make_engine(config)
+            await engine.start()
+            try:
+                return [await embedded_tokens(engine, text) for text in texts]
+            finally:
+                await engine.stop()
+
+        assert asyncio.run(counted()) == ours

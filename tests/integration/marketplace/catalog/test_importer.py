@@ -9,6 +9,7 @@ import pytest
 from sqlalchemy import func, select
 
 from agent.sizing.shape import ModelShape, read_shape
+from agent.sizing.variants import variant_sha256
 from marketplace.catalog import importer
 from marketplace.catalog.importer import UnsellableFile, hash_file, import_gguf
 from marketplace.catalog.models import Model, Variant
@@ -51,6 +52,25 @@ class TestImport:
             assert session.get_one(Model, MODEL_ID).display_name == "SmolLM2 135M Instruct"
             with pytest.raises(UnsellableFile, match=MODEL_ID):
                 import_gguf(session, smollm2_path(), "other", "a file is sold under one model")
+
+    def test_the_same_file_is_sold_for_its_vectors_under_an_id_of_its_own(
+        self, session_factory: SessionFactory, imported: Variant
+    ) -> None:
+        with transaction(session_factory) as session, pytest.raises(UnsellableFile, match="an id of its own"):
+            import_gguf(session, smollm2_path(), MODEL_ID, "SmolLM2", task="embed")
+        with transaction(session_factory) as session:
+            made = import_gguf(session, smollm2_path(), "vectors", "SmolLM2 vectors", task="embed")
+            again = import_gguf(session, smollm2_path(), "vectors", "SmolLM2 vectors", task="embed", pooling="mean")
+            assert (made.id, made.task, made.dimensions, made.pooling) == (again.id, "embed", 576, "mean")
+            assert made.sha256 == variant_sha256(imported.sha256, "embed", "mean") != imported.sha256
+            assert made.weights_sha256 == imported.sha256
+            last = import_gguf(session, smollm2_path(), "vectors", "SmolLM2 vectors", task="embed", pooling="last")
+            assert last.id != made.id
+        catalog = Catalog(session_factory)
+        catalog.load()
+        view = catalog.resolve("vectors")
+        assert (view.id, view.task, view.supports_tools) == (made.id, "embed", False)
+        assert catalog.resolve(MODEL_ID).id == imported.id
 
     def test_hashing_reports_its_progress(self, tmp_path: Path) -> None:
         path = tmp_path / "file"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 from collections.abc import AsyncIterator
@@ -13,6 +14,7 @@ import openai
 import pytest
 from sqlalchemy import or_, select, text
 
+from agent.engines.simulated_vectors import embed
 from marketplace.catalog.service import Catalog
 from marketplace.core.database import SessionFactory, transaction
 from marketplace.core.settings import Settings
@@ -26,6 +28,8 @@ from marketplace.jobs.models import Job
 from marketplace.jobs.tasks import assign_until_done, make_matcher, sweep
 from marketplace.metering.pricing import Rates, price
 from marketplace.metering.tokens import TokenCounts
+from tests.embedding_world import EMBED_MODEL, embedding_world, embeds
+from tests.embedding_world import connect as connect_embedder
 from tests.gateway_world import (
     CHAT,
     MODEL_ID,
@@ -202,6 +206,41 @@ class TestABatch:
                 assert market.books.outcomes() == ["request_rejected"]
                 assert market.books.jobs() == []
                 assert batch.status == "validating"
+
+        asyncio.run(story())
+
+    def test_of_embeddings_runs_where_each_input_fits_and_costs_its_input(
+        self, settings: Settings, session_factory: SessionFactory
+    ) -> None:
+        renter = add_renter(session_factory)
+        texts = ["word " * 150, "A fox.", "word " * 150]
+
+        def line(custom_id: str, **changes: Any) -> dict[str, Any]:
+            body = {"model": EMBED_MODEL, "input": texts, **changes}
+            return {"custom_id": custom_id, "method": "POST", "url": "/v1/embeddings", "body": body}
+
+        async def story() -> None:
+            async with embedding_world(settings, session_factory) as market, working(market):
+                node = await connect_embedder(market, embeds, context_per_slot=256)
+                client = market.client(renter)
+                wrong = await ended(
+                    client, (await begin(client, line("a", model=MODEL_ID), endpoint="/v1/embeddings")).id
+                )
+                assert [error.code for error in wrong.errors.data] == ["wrong_task"]
+                lines = line("numbers"), line("packed", encoding_format="base64"), line("long", input="word " * 400)
+                done = await ended(client, (await begin(client, *lines, endpoint="/v1/embeddings")).id)
+                assert (done.request_counts.completed, done.request_counts.failed) == (2, 1)
+                results = await read(client, done.output_file_id)
+                numbers, packed = (results[name]["response"]["body"] for name in ("numbers", "packed"))
+                assert [each["embedding"] for each in numbers["data"]] == [embed(each, 576).tolist() for each in texts]
+                assert len(base64.b64decode(packed["data"][2]["embedding"])) == 576 * 4
+                counts = TokenCounts.of(prompt=node.runs[0].prompt_tokens, cached=0, output=0)
+                assert [receipt.charge_nano for receipt in market.books.receipts()] == [
+                    price(counts, HALF, 0).gross_nano
+                ] * 2
+                failed = await read(client, done.error_file_id)
+                assert failed["long"]["error"]["code"] == "context_length_exceeded"
+                assert market.books.broken_rules() == []
 
         asyncio.run(story())
 

@@ -1,0 +1,1 @@
+"""Embeddings: texts in, vectors out, paid by the input alone."""
