@@ -84,8 +84,16 @@ def _process_app() -> Celery:
 def _configure_logs(**_: Any) -> None:
     settings = get_settings()
     logs.configure(settings.log_format, settings.log_level)
+    logging.getLogger("celery.app.trace").addFilter(_plain)
     for name in QUIET_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _plain(record: logging.LogRecord) -> bool:
+    """Celery's words about a task that failed, with the error as our logs tell it."""
+    if record.exc_info and record.exc_info[1] is not None and isinstance(record.args, dict):
+        record.args = {**record.args, "exc": logs.reason(record.exc_info[1]), "traceback": ""}
+    return True
 
 
 def _end_traces(**_: Any) -> None:

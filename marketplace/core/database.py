@@ -47,6 +47,8 @@ def make_engine(settings: Settings, *, application_name: str) -> Engine:
         max_overflow=settings.database_pool_size,
         pool_pre_ping=True,
         pool_timeout=10,
+        # A failed statement is logged; what it was given may be somebody's prompt.
+        hide_parameters=True,
         connect_args={
             "application_name": application_name,
             "connect_timeout": 5,

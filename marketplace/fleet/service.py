@@ -35,7 +35,7 @@ from marketplace.catalog.service import Catalog
 from marketplace.core.clock import utcnow
 from marketplace.core.database import SessionFactory, transaction
 from marketplace.core.errors import FallowError, Unavailable
-from marketplace.core.logs import get_logger
+from marketplace.core.logs import get_logger, reason
 from marketplace.core.settings import Settings
 from marketplace.core.valkey import ValkeyDownError, ValkeyPipe
 from marketplace.fleet import claims, energy, plans, repository, snapshot
@@ -428,7 +428,7 @@ class Fleet:
         try:
             return await asyncio.to_thread(run)
         except SQLAlchemyError as error:
-            log.warning("fleet_database_failed", error=str(error))
+            log.warning("fleet_database_failed", error=reason(error))
             raise Unavailable("The database did not answer.") from error
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from marketplace.accounts.auth import Principal
 from marketplace.accounts.limits import LimitState
 from marketplace.core.errors import FallowError, PaymentRequired, RateLimited
-from marketplace.core.logs import get_logger
+from marketplace.core.logs import bind, get_logger
 from marketplace.core.tracing import Span, step
 from marketplace.gateway.embeddings.request import MAX_STORED_VECTOR_BYTES, require_size
 from marketplace.gateway.failures import NoCapacity
@@ -85,6 +85,7 @@ class ChatApp:
             headers=[(b"x-request-id", request_id.encode())],
             keep_answer=bool(state.get("idempotent")),
         )
+        bind(request_id=request_id)
         traces = self._services.traces
         if traces is None:
             await self._exchange(scope, exchange)
@@ -104,7 +105,7 @@ class ChatApp:
             await self._refuse(exchange, error)
         except Exception:
             # The edge: whatever broke, the client gets an answer, and the request its outcome.
-            log.exception("chat_failed", request_id=exchange.request_id)
+            log.exception("chat_failed")
             await self._refuse(exchange, FallowError("Something broke on our side. Nothing was charged."))
 
     async def _serve(self, scope: Scope, exchange: _Exchange) -> None:
@@ -232,7 +233,7 @@ class ChatApp:
                     code=error.code,
                 )
             except FallowError:
-                log.warning("outcome_not_recorded", request_id=exchange.request_id, code=error.code)
+                log.warning("outcome_not_recorded", code=error.code)
         await exchange.fail(error)
 
 

@@ -16,7 +16,7 @@ from uuid import UUID
 from agent.protocol import Cancel, Failed, Finished, ReportAck, Run, Tokens, Void
 from marketplace.catalog.service import VariantView
 from marketplace.core.errors import FallowError, Unavailable
-from marketplace.core.logs import get_logger
+from marketplace.core.logs import get_logger, reason
 from marketplace.core.tracing import Span, step
 from marketplace.fleet.links import NodeFrame, NodeUnreachable
 from marketplace.gateway import receipts, traces
@@ -279,7 +279,7 @@ class Execution:
                 await self._quiet(run)
             await self.conclude(run)
         except (LeaseLost, FallowError) as error:
-            log.warning("abandoned_attempt_left_to_sweeper", job=self.work.job_id.hex, error=repr(error))
+            log.warning("abandoned_attempt_left_to_sweeper", job=self.work.job_id.hex, error=reason(error))
 
     async def _settle(self, run: AttemptRun, ruling: Verdict, pieces: Sequence[Tokens]) -> Settled:
         if ruling.payer is Payer.NOBODY:

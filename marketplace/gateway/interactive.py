@@ -15,7 +15,7 @@ from uuid import UUID
 from agent.protocol import Tokens
 from marketplace.accounts.auth import Principal
 from marketplace.core.ids import new_id, show
-from marketplace.core.logs import get_logger
+from marketplace.core.logs import bind, get_logger
 from marketplace.core.tracing import Span, step
 from marketplace.gateway import kept
 from marketplace.gateway.answer import usage_object
@@ -152,6 +152,7 @@ class Interactive:
                 raise
             if admitted.ok:
                 self.admitted = True
+                bind(job=self._job_id.hex)
                 self._note_settlement()
                 now = asyncio.get_running_loop().time()
                 self._services.metrics.admission.observe(now - self._caller.arrived_at)
@@ -346,7 +347,7 @@ class Interactive:
                 raise
             if not leased.epoch:
                 self._release(offer, attempt_id)
-                log.warning("retry_refused", job=self._job_id.hex, reason=leased.reason)
+                log.warning("retry_refused", reason=leased.reason)
                 return await execution.give_up(run)
             placement = Placement(offer, attempt_id, leased.epoch)
 

@@ -20,7 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from agent.protocol import Tokens
 from marketplace.catalog.service import VariantView
 from marketplace.core.errors import FallowError
-from marketplace.core.logs import get_logger
+from marketplace.core.logs import get_logger, reason
 from marketplace.core.tracing import Span
 from marketplace.core.valkey import connect_async
 from marketplace.gateway.answer import usage_object
@@ -113,9 +113,10 @@ class QueueRunner:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.pop(task, None)
         self._room.release()
-        if not task.cancelled() and task.exception() is not None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
             # An edge: the lease of a broken run ends, and the sweeper takes the job up.
-            log.error("queued_attempt_failed", error=repr(task.exception()))
+            log.error("queued_attempt_failed", error=reason(error))
 
     async def _run(self, attempt_id: UUID) -> None:
         try:
@@ -145,7 +146,7 @@ class QueueRunner:
         try:
             await turn_away(self._services, dispatch)
         except (LeaseLost, FallowError) as error:
-            log.warning("queued_attempt_left_to_sweeper", job=dispatch.job_id.hex, error=repr(error))
+            log.warning("queued_attempt_left_to_sweeper", job=dispatch.job_id.hex, error=reason(error))
 
     async def _execute(self, dispatch: Dispatch, body: dict[str, Any]) -> None:
         services = self._services
@@ -207,7 +208,7 @@ class QueueRunner:
         try:
             await self._carry_out(execution, offer, dispatch, body)
         except (LeaseLost, FallowError) as error:
-            log.warning("queued_attempt_left_to_sweeper", job=dispatch.job_id.hex, error=repr(error))
+            log.warning("queued_attempt_left_to_sweeper", job=dispatch.job_id.hex, error=reason(error))
         finally:
             services.flex.ended(dispatch.attempt_id)
             services.pulse.leave(execution)

@@ -17,7 +17,7 @@ from marketplace.accounts.limits import Limiter, LimitState
 from marketplace.catalog.service import Catalog
 from marketplace.core.database import SessionFactory
 from marketplace.core.errors import Unavailable
-from marketplace.core.logs import get_logger
+from marketplace.core.logs import get_logger, reason
 from marketplace.core.pump import OutboxPump
 from marketplace.core.settings import Settings
 from marketplace.core.valkey import ValkeyPipe
@@ -129,8 +129,9 @@ class Services:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._background.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("background_work_failed", error=repr(task.exception()))
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.error("background_work_failed", error=reason(error))
 
     def now(self) -> float:
         """Monotonic seconds, for durations that this process measures."""

@@ -9,11 +9,16 @@ that it always stands between two frames, and judges and answers as it would hav
 from __future__ import annotations
 
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any, Final
 
+import msgspec
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
-from websockets.http11 import Request
+from websockets.datastructures import Headers
+from websockets.http11 import Request, Response
 from websockets.protocol import State
+from websockets.server import ServerProtocol
+from websockets.typing import StatusLike
 
 try:
     from websockets.speedups import apply_mask
@@ -21,7 +26,9 @@ except ImportError:
     # As the library does where its compiled part is missing.
     from websockets.utils import apply_mask
 
+from marketplace.core.errors import BadRequest
 from marketplace.fleet.socket import LISTEN
+from marketplace.gateway.http import new_request_id
 
 WHOLE_BINARY: Final = 0x82
 """First byte of a frame that is a binary message by itself."""
@@ -33,11 +40,37 @@ HEAD: Final = 2
 MASK: Final = 4
 
 
+class BadHandshake(BadRequest):
+    """What came is no WebSocket, or cannot become one now."""
+
+    code = "bad_handshake"
+
+
+class Handshake(ServerProtocol):
+    """The library's, but for its refusals, which are OpenAI's error object like all others."""
+
+    def reject(self, status: StatusLike, text: str) -> Response:
+        """The answer to a request that gets no socket."""
+        found = HTTPStatus(status)
+        message = text.strip() or "No socket is given now. Come back in a few seconds."
+        body = msgspec.json.encode(BadHandshake(message).body())
+        headers = Headers(
+            [
+                ("content-type", "application/json"),
+                ("content-length", str(len(body))),
+                ("x-request-id", new_request_id()),
+                ("connection", "close"),
+            ]
+        )
+        return Response(found.value, found.phrase, headers, body)
+
+
 class DirectSocketProtocol(WebSocketsSansIOProtocol):
-    """Offers the extension `fallow.listen`: see fleet.socket."""
+    """Offers the extension `fallow.listen`: see fleet.socket. Without permessage-deflate, whatever the settings say."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.conn = Handshake(max_size=self.config.ws_max_size, logger=self.logger)
         self._take: Callable[[bytes | None], None] | None = None
         self._partial = bytearray()
         self._needed = 0

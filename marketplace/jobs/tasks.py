@@ -240,9 +240,9 @@ def close_all(factory: SessionFactory, closes: Sequence[Close]) -> int:
         return 0
     try:
         return _close_together(factory, closes)
-    except psycopg.Error as error:
+    except psycopg.Error:
         if len(closes) == 1:
-            log.exception("close_rejected", job_id=closes[0].job_id.hex, error=str(error))
+            log.exception("close_rejected", job_id=closes[0].job_id.hex)
             return 0
     return sum(close_all(factory, [close]) for close in closes)
 

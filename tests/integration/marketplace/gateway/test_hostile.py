@@ -9,9 +9,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from agent.protocol import ENROL_PATH, Run
+from agent.protocol import ENROL_PATH, SOCKET_PATH, Run
 from marketplace.core.database import SessionFactory
 from marketplace.core.settings import Settings
+from marketplace.fleet.wire import LINK_PATH
 from marketplace.gateway import server
 from tests.gateway_world import CHAT, WORDS, Renter, ScriptedAgent, World, add_renter, answers, stalls, world
 from tests.vocabularies import MODEL_ID
@@ -123,6 +124,29 @@ class TestAWishForASocket:
                 assert b"content-type: application/json" in head
                 assert b"x-request-id: req_" in head
                 writer.close()
+
+        tell(settings, session_factory, story)
+
+    @pytest.mark.parametrize(
+        ("method", "lines", "status"),
+        [
+            ("GET", UPGRADE, 400),
+            ("GET", UPGRADE + "Sec-WebSocket-Key: short\r\n", 400),
+            ("GET", UPGRADE.replace("13", "7") + "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n", 400),
+            ("GET", "Connection: close\r\n", 404),
+            ("POST", "Connection: close\r\nContent-Length: 2\r\n", 404),
+        ],
+        ids=["no key", "a bad key", "another version", "no wish", "a body"],
+    )
+    def test_that_is_broken_gets_the_error_object_where_the_sockets_are(
+        self, settings: Settings, session_factory: SessionFactory, method: str, lines: str, status: int
+    ) -> None:
+        async def story(market: World, renter: Renter) -> None:
+            for path in (SOCKET_PATH, LINK_PATH):
+                more = b"{}" if method == "POST" else b""
+                head, body = await exchange(market, head_of(method, path, renter) + lines + "\r\n", more=more)
+                assert_refused(path, head, body)
+                assert int(head.split()[1]) == status
 
         tell(settings, session_factory, story)
 
