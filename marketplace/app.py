@@ -30,8 +30,9 @@ from marketplace.gateway.batches import endpoints as batch_endpoints
 from marketplace.gateway.cancels import EarlyCancels
 from marketplace.gateway.chat import ChatApp
 from marketplace.gateway.demand import DemandNotes
-from marketplace.gateway.http import Receive, Scope, Send
+from marketplace.gateway.http import Receive, Scope, Send, new_request_id, send_error
 from marketplace.gateway.idempotency import Idempotent, Leases
+from marketplace.gateway.load import Load, Overloaded
 from marketplace.gateway.openapi import describe
 from marketplace.gateway.outcomes import Ending
 from marketplace.gateway.pulse import Pulse
@@ -74,6 +75,7 @@ def create_app(settings: Settings) -> Gateway:
         cancels=EarlyCancels(pipe, free_per_hour=settings.free_prefill_cancels_per_hour),
         signatures=ReceiptSignatures(session_factory),
         pulse=Pulse(settings, writer, fleet.links, fleet.reservations),
+        load=Load(lambda: writer.waiting, most_requests=settings.requests_at_once),
         waiting=WaitingClients(
             session_factory,
             lease_s=settings.lease_s,
@@ -125,7 +127,7 @@ class Gateway:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         kind = scope["type"]
         if kind == "http":
-            await self._hot.get(scope["path"], self._api)(scope, receive, send)
+            await self._serve(scope, receive, send)
         elif kind == "websocket":
             socket = self._sockets.get(scope["path"])
             if socket is None:
@@ -135,6 +137,18 @@ class Gateway:
                 await socket(scope, receive, send)
         elif kind == "lifespan":
             await self._lifespan(receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        if path in endpoints.UNBOUNDED:
+            await self._api(scope, receive, send)
+            return
+        try:
+            with self.services.load.hold():
+                await self._hot.get(path, self._api)(scope, receive, send)
+        except Overloaded as error:
+            self.services.metrics.http_errors.labels(error.code).inc()
+            await send_error(send, error, [(b"x-request-id", new_request_id().encode())])
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -147,6 +161,7 @@ class Gateway:
         await services.catalog.start()
         await services.fleet.start()
         services.pulse.start()
+        services.load.start()
         if services.pump is not None:
             services.pump.start()
         if services.notes is not None:
@@ -182,6 +197,7 @@ class Gateway:
         await services.settle_background(LAST_WORDS_S)
         await services.schemas.close()
         await services.pulse.stop()
+        await services.load.stop()
         if services.notes is not None:
             await services.notes.stop()
         if services.traces is not None:

@@ -42,6 +42,7 @@ def run_worker(context: typer.Context) -> None:
     """Run queued jobs, settlement and sweeps. Further options go to `celery worker`."""
     from marketplace import worker as process
 
+    migrations.require_upgraded(get_settings().database_url)
     process.run_worker(context.args)
 
 
@@ -50,6 +51,7 @@ def run_beat(context: typer.Context) -> None:
     """Run the clock of the periodic tasks. Run exactly one. Further options go to `celery beat`."""
     from marketplace import worker as process
 
+    migrations.require_upgraded(get_settings().database_url)
     process.run_beat(context.args)
 
 

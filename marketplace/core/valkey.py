@@ -28,6 +28,8 @@ TIMEOUT_S = 0.5
 """A round trip that takes longer counts as a failure: the caller goes on without."""
 MAX_BATCH = 256
 """Calls in one pipeline."""
+MAX_WAITING = 20_000
+"""Calls that wait for their turn; beyond them callers go on without, as when Valkey is away."""
 
 
 class ValkeyDownError(Exception):
@@ -77,6 +79,8 @@ class ValkeyPipe:
         """Run a script; returns its reply. Raises ValkeyDownError."""
         if self.down:
             raise ValkeyDownError
+        if len(self._waiting) >= MAX_WAITING:
+            raise ValkeyDownError("too many calls wait")
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append((script, keys, args, future))
         if self._task is None:

@@ -26,6 +26,7 @@ from marketplace.gateway.http import (
     send_error,
 )
 from marketplace.gateway.interactive import Caller, Interactive
+from marketplace.gateway.load import Overloaded, Tier
 from marketplace.gateway.outcomes import Ending
 from marketplace.gateway.outlets import JsonOutlet, StreamOutlet, abort_connection
 from marketplace.gateway.parse import FLEX, OFFLOAD_BYTES, Inference
@@ -118,7 +119,9 @@ class ChatApp:
         principal.require("renter")
         chat = await self._read(scope, exchange.receive)
         exchange.parsed = True
-        if chat.service_tier == FLEX:
+        flex = chat.service_tier == FLEX
+        services.load.require(Tier.WAITING if flex else Tier.INTERACTIVE)
+        if flex:
             exchange.wait_s = wait_of(scope, services.settings.flex_wait_s)
         limits = await services.limiter.acquire(principal)
         try:
@@ -247,7 +250,7 @@ def refusal_outcome(error: FallowError) -> Outcome:
         return Outcome.RATE_LIMITED
     if isinstance(error, PaymentRequired):
         return Outcome.NO_BALANCE
-    if isinstance(error, NoCapacity):
+    if isinstance(error, NoCapacity | Overloaded):
         return Outcome.NO_CAPACITY
     return Outcome.REQUEST_REJECTED if error.status < 500 else Outcome.PLATFORM_FAILED
 

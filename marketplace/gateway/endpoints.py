@@ -27,6 +27,8 @@ from marketplace.metering.usage import likely_output_tokens
 router = APIRouter()
 operations = APIRouter(include_in_schema=False)
 READY_WITHIN_S: Final = 2.0
+UNBOUNDED: Final = frozenset({"/healthz", "/readyz", "/metrics"})
+"""Answered however many requests are in hand: whoever asks decides whether this gateway is to get more."""
 
 
 @router.get("/v1/models")

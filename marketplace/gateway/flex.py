@@ -87,11 +87,12 @@ class Flex(Interactive):
     async def admit(self) -> None:
         """Hold the worst case at the dearest price there is now, at flex's share of it, and queue the job.
 
-        Raises InvalidBody, NoCapacity while nobody offers the model, TooManyWaiting, InsufficientBalance and
-        Unavailable; nothing is held then.
+        Raises InvalidBody, NoCapacity while nobody offers the model, QueueFull, TooManyWaiting, InsufficientBalance
+        and Unavailable; nothing is held then.
         """
         services, organisation_id = self._services, self._caller.principal.organisation_id
         order = self._order()
+        await asyncio.to_thread(services.require_queue_room, organisation_id)
         seat = self._seat = services.waiting.sit(self._job_id, organisation_id)
         try:
             await self._note_trace()

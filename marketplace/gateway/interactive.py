@@ -22,7 +22,14 @@ from marketplace.gateway.answer import usage_object
 from marketplace.gateway.attempt import AttemptRun
 from marketplace.gateway.choice import find, served_by, served_headers
 from marketplace.gateway.execution import Execution, LeaseLost, Settled, Work
-from marketplace.gateway.failures import InsufficientBalance, KeyBudgetExceeded, NoCapacity, failure, of_lost_lease
+from marketplace.gateway.failures import (
+    InsufficientBalance,
+    KeyBudgetExceeded,
+    NoCapacity,
+    TooSlow,
+    failure,
+    of_lost_lease,
+)
 from marketplace.gateway.outcomes import Ending, moves_on
 from marketplace.gateway.outlets import JsonOutlet, StreamOutlet, note_checks
 from marketplace.gateway.quote import Measured, find_all
@@ -184,6 +191,8 @@ class Interactive:
         choice = self._measured.choice
         with step(self._caller.span, "match"):
             ranked = find(services, demand, choice)
+        if ranked.ttft_s and min(ranked.ttft_s) > services.settings.ttft_limit_s:
+            raise TooSlow(min(ranked.ttft_s), services.settings.ttft_limit_s)
         taken = await self._take(ranked, attempt_id)
         full = taken is None and not ranked.offers and not choice.lists
         if full and await services.flex.make_room(lambda: services.fleet.view.full(demand)):

@@ -20,17 +20,29 @@ from marketplace.gateway.chat import refusal_outcome
 from marketplace.gateway.choice import ANY
 from marketplace.gateway.deps import GatewayServices, Renter, RequestId
 from marketplace.gateway.failures import InsufficientBalance, of_shortfall
-from marketplace.gateway.parse import FLEX, OFFLOAD_BYTES, ChatBody, ChatRequest, InvalidBody, decode_strict, to_request
-from marketplace.gateway.quote import Measured, asked, dearest, measure, take_tokens
+from marketplace.gateway.load import Tier
+from marketplace.gateway.parse import (
+    FLEX,
+    OFFLOAD_BYTES,
+    ChatBody,
+    ChatRequest,
+    InvalidBody,
+    choices_of,
+    decode_strict,
+    to_request,
+)
+from marketplace.gateway.quote import Measured, asked, dearest, find_all, measure, take_tokens
 from marketplace.gateway.services import Services
 from marketplace.gateway.webhooks.addresses import InvalidWebhookUrl, target_of
 from marketplace.gateway.webhooks.service import require_secret
 from marketplace.jobs import service
+from marketplace.jobs.models import Job
 from marketplace.jobs.repository import JobView
 from marketplace.jobs.schemas import STATES, JobList, JobObject, job_list, job_object
 from marketplace.jobs.service import Accepted, Order, Shortfall
+from marketplace.jobs.states import JobState
 from marketplace.jobs.sweeping import JOBS_ENDPOINT
-from marketplace.matching.types import Rates
+from marketplace.matching.types import Demand, Rates, Service
 
 log = get_logger(__name__)
 DEFAULT_DEADLINE_S: Final = 3_600
@@ -74,6 +86,7 @@ async def submit(
 ) -> JobObject:
     """Accept a job: its worst case is held at its maximum price, and it waits for idle capacity."""
     services.require_open()
+    services.load.require(Tier.WAITING)
     submission, chat = await _read(request)
     span = services.traces.request(request.scope, request_id) if services.traces is not None else None
     try:
@@ -154,6 +167,7 @@ async def _accept(
             "Queued work runs wherever it costs least: it takes no `provider`, nor a key with one. Use `max_price`.",
             param="request.provider",
         )
+    await asyncio.to_thread(services.require_queue_room, principal.organisation_id)
     if submission.webhook is not None:
         await asyncio.to_thread(_check_webhook, services, principal, submission.webhook)
     await take_tokens(services, principal, limits, measured)
@@ -271,7 +285,26 @@ async def _find(services: Services, principal: Principal, job_id: UUID) -> JobVi
 
 
 def _show(services: Services, view: JobView) -> JobObject:
-    return job_object(view, _model_of(services, view))
+    waits = view.job.state == JobState.QUEUED.value
+    return job_object(view, _model_of(services, view), waiting_for=_waiting_for(services, view.job) if waits else None)
+
+
+def _waiting_for(services: Services, job: Job) -> str:
+    """Why a queued job does not run now, as far as this gateway sees the fleet."""
+    ceiling = Rates(
+        job.max_input_nano_usd_per_mtok, job.max_cached_input_nano_usd_per_mtok, job.max_output_nano_usd_per_mtok
+    )
+    demand = Demand(
+        variant_id=job.variant_id,
+        prompt_tokens=job.prompt_tokens,
+        max_output_tokens=job.max_output_tokens,
+        ceiling=ceiling.before_share(job.price_basis_points),
+        organisation_id=job.organisation_id,
+        service=Service.FLEX,
+        choices=choices_of(job.body or {}),
+    )
+    ranked = find_all(services, demand)
+    return "its turn: a node has room" if ranked.offers else ranked.refusal.sentence()
 
 
 def _model_of(services: Services, view: JobView) -> str:

@@ -220,8 +220,8 @@ class DrainingServer(uvicorn.Server):
         if self._asked:
             super().handle_exit(sig, frame)
             return
+        # Not captured: uvicorn would raise it again at the end, and what ended in order would look killed.
         self._asked = True
-        self._captured_signals.append(sig)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Called by uvicorn; afterwards requests come."""

@@ -26,6 +26,7 @@ from marketplace.gateway.cancels import EarlyCancels
 from marketplace.gateway.demand import DemandNotes
 from marketplace.gateway.giveway import FlexRuns
 from marketplace.gateway.http import Scope, client_address, header
+from marketplace.gateway.load import Load
 from marketplace.gateway.metrics import GatewayMetrics
 from marketplace.gateway.prefixes import PrefixMemory
 from marketplace.gateway.pulse import Pulse
@@ -34,6 +35,7 @@ from marketplace.gateway.signatures import ReceiptSignatures
 from marketplace.gateway.traces import Traces
 from marketplace.gateway.waiting import WaitingClients
 from marketplace.jobs.hot import Refused
+from marketplace.jobs.service import require_room
 from marketplace.jobs.states import Outcome
 from marketplace.jobs.writer import HotWriter
 
@@ -54,7 +56,8 @@ class Services:
     - `catalog` resolves models and counts tokens; `authenticator` and `limiter` decide who may ask, and how much;
     - `fleet` has the live view, the reservations, the links to nodes, and what feeds the pure matcher;
     - `writer` makes the four durable statements of the hot path; `session_factory` is for everything else, in threads;
-    - `pulse` keeps the leases of running attempts, `waiting` those of clients that wait for their turn.
+    - `pulse` keeps the leases of running attempts, `waiting` those of clients that wait for their turn;
+    - `load` turns away what is too much, work that can wait first.
     """
 
     settings: Settings
@@ -69,6 +72,7 @@ class Services:
     signatures: ReceiptSignatures
     pulse: Pulse
     waiting: WaitingClients
+    load: Load
     metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
     prefixes: PrefixMemory = field(default_factory=PrefixMemory)
     rng: Random = field(default_factory=Random)
@@ -115,6 +119,12 @@ class Services:
                 "This gateway is shutting down; send the request again.",
                 headers={"retry-after": str(DRAINING_RETRY_S)},
             )
+
+    def require_queue_room(self, organisation_id: UUID) -> None:
+        """Raise QueueFull unless the queue takes one more job. Asks the database: not on the event loop."""
+        settings = self.settings
+        most, most_own = settings.queued_jobs, settings.queued_jobs_per_organisation
+        require_room(self.session_factory, organisation_id, most=most, most_own=most_own)
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Run what nobody waits for. Its failure is logged."""

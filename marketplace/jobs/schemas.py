@@ -67,6 +67,8 @@ class JobObject(BaseModel):
     cost: str | None
     """What was charged; null while the job is open."""
     request_id: str
+    waiting_for: str | None = None
+    """Of a queued job that is shown alone: why it does not run yet."""
     error: JobError | None
     result: dict[str, Any] | None = None
     """An OpenAI chat completion. Lists leave it out."""
@@ -84,7 +86,7 @@ class JobList(BaseModel):
     has_more: bool
 
 
-def job_object(view: JobView, model: str, *, with_result: bool = True) -> JobObject:
+def job_object(view: JobView, model: str, *, with_result: bool = True, waiting_for: str | None = None) -> JobObject:
     """A job for its renter. `model` is the name that it asked for."""
     job = view.job
     ended = job.outcome is not None
@@ -107,6 +109,7 @@ def job_object(view: JobView, model: str, *, with_result: bool = True) -> JobObj
         held=usd(_held_nano(view)),
         cost=usd(view.charge_nano or 0) if ended else None,
         request_id=job.request_id,
+        waiting_for=waiting_for,
         error=_error(job) if ended and job.outcome != Outcome.COMPLETE else None,
         result=job.result if with_result else None,
         erased=ended and job.body is None,

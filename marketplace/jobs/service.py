@@ -9,7 +9,7 @@ from typing import Final, Literal
 from uuid import UUID
 
 from marketplace.core.database import SessionFactory
-from marketplace.core.errors import Conflict, FallowError, NotFound
+from marketplace.core.errors import Conflict, FallowError, NotFound, RateLimited
 from marketplace.core.ids import show
 from marketplace.core.logs import get_logger
 from marketplace.jobs import endings, repository
@@ -21,6 +21,7 @@ from marketplace.jobs.writer import HotWriter
 from marketplace.metering.pricing import BASIS_POINTS, Rates, affordable_output, worst_case
 
 log = get_logger(__name__)
+FULL_RETRY_S: Final = 30
 MAX_TRIES: Final = 3
 """Times that something is tried again because the balance, or the job, moved meanwhile."""
 WITHDRAW_TRIES: Final = 6
@@ -39,6 +40,12 @@ class JobBusy(Conflict):
 
     code = "job_busy"
     retryable = True
+
+
+class QueueFull(RateLimited):
+    """As many jobs wait as may, of this organisation or of all."""
+
+    code = "queue_full"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +147,19 @@ def _admission(order: Order, bound: int, hold_nano: int, hold_margin_s: float) -
         client_lease_s=order.client_lease_s,
         webhook_url=order.webhook_url,
     )
+
+
+def require_room(factory: SessionFactory, organisation_id: UUID, *, most: int, most_own: int) -> None:
+    """Raises QueueFull if as many jobs wait as may. Those who ask at the same moment may all be let in: the bound keeps
+    the queue from growing without end, it is no exact figure."""
+    with factory() as session:
+        own, all_ = repository.depths(session, organisation_id, most=most)
+    if own >= most_own or all_ >= most:
+        raise QueueFull(
+            f"The queue is full ({own} of your jobs wait, at most {most_own}). Send it again later. "
+            "Nothing was charged.",
+            headers={"retry-after": str(FULL_RETRY_S)},
+        )
 
 
 async def withdraw(writer: HotWriter, job_id: UUID) -> None:

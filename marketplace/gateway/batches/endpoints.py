@@ -31,6 +31,7 @@ from marketplace.gateway.batches.schemas import (
 )
 from marketplace.gateway.batches.service import Wish
 from marketplace.gateway.deps import GatewayServices, Renter, RequestId
+from marketplace.gateway.load import Tier
 from marketplace.gateway.parse import InvalidBody, ShortText, decode_strict
 from marketplace.gateway.services import Services
 from marketplace.gateway.surface import SURFACES
@@ -173,6 +174,7 @@ async def create_batch(
 ) -> BatchObject:
     """Begin a batch. Its lines are checked first; then they run as there is room, until its window ends."""
     services.require_open()
+    services.load.require(Tier.WAITING)
     body = decode_strict(await request.body(), BatchBody)
     if body.endpoint not in SURFACES:
         raise InvalidBody(f"`endpoint` is one of {', '.join(SURFACES)}.", param="endpoint")

@@ -96,4 +96,6 @@ def _means() -> Means:
         offers=offers,
         hold_margin_s=settings.hold_margin_s,
         keep_files_s=settings.file_life_s,
+        most_queued=settings.queued_jobs,
+        most_queued_own=settings.queued_jobs_per_organisation,
     )

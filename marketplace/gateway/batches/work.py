@@ -67,6 +67,10 @@ class Means:
     """What is offered now, on all gateways."""
     hold_margin_s: float
     keep_files_s: float
+    most_queued: int = 100_000
+    """Jobs that wait, of all renters: lines wait in their batch while there are more..."""
+    most_queued_own: int = 10_000
+    """...or so many of the batch's own organisation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +222,9 @@ def _error_of(job: Job) -> tuple[str, str]:
 
 def _admit(session: Session, batch: Batch, means: Means, open_lines: int) -> int:
     """Make jobs of waiting lines, as far as there is room. Returns how many lines moved."""
-    room = min(MAX_OPEN - open_lines, ADMIT_AT_ONCE)
+    own, all_ = repository.depths(session, batch.organisation_id, most=means.most_queued)
+    queue_room = min(means.most_queued_own - own, means.most_queued - all_)
+    room = min(MAX_OPEN - open_lines, ADMIT_AT_ONCE, queue_room)
     lines = _waiting(session, batch, room) if room > 0 else []
     if not lines:
         return 0

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 
 import psycopg
@@ -15,7 +18,7 @@ class TestSchema:
     @pytest.mark.parametrize(
         ("change", "named"),
         [
-            ("alter table jobs drop column outcome", "jobs.outcome"),
+            ("alter table jobs drop column error_code", "jobs.error_code"),
             ("alter table jobs alter column hold_nano type integer", "jobs.hold_nano"),
             ("alter table ledger_balances drop constraint ck_ledger_balances_floor", "ck_ledger_balances_floor"),
             ("drop index ix_receipts_unsettled", "ix_receipts_unsettled"),
@@ -67,6 +70,22 @@ class TestUpgrade:
             connection.execute("update alembic_version set version_num = '0001'")
         with pytest.raises(migrate.WrongVersion, match=r"older than this program \(0001, .*run `fallow migrate`"):
             migrate.require_upgraded(database_url)
+
+    @pytest.mark.parametrize("command", ["worker", "beat", "gateway"])
+    def test_a_process_that_is_newer_than_its_database_ends_with_a_word(self, database_url: str, command: str) -> None:
+        with psycopg.connect(database_url, autocommit=True) as connection:
+            connection.execute("update alembic_version set version_num = '0001'")
+        environment = {**os.environ, "DATABASE_URL": database_url, "VALKEY_URL": "redis://127.0.0.1:1/0"}
+        done = subprocess.run(
+            [sys.executable, "-m", "marketplace.cli", command],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 1
+        assert "run `fallow migrate`" in done.stderr
 
     def test_a_program_that_is_older_serves_during_an_update_but_migrates_nothing(self, database_url: str) -> None:
         with psycopg.connect(database_url, autocommit=True) as connection:

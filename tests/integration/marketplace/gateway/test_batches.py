@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -187,6 +188,27 @@ class TestABatch:
                 assert [one["message"]["content"] for one in result["choices"]] == [ANSWER] * 2
                 assert ([run.choices for run in old.runs], sorted(run.choices for run in new.runs)) == ([1], [2, 3])
                 assert market.books.broken_rules() == []
+
+        asyncio.run(story())
+
+    def test_waits_with_its_lines_while_the_queue_is_full(
+        self, settings: Settings, session_factory: SessionFactory
+    ) -> None:
+        renter = add_renter(session_factory)
+
+        async def story() -> None:
+            async with world(settings, session_factory) as market:
+                await market.connect(answers)
+                worker = await asyncio.to_thread(Worker, market)
+                worker.means = dataclasses.replace(worker.means, most_queued_own=2)
+                await begin(market.client(renter), *(chat_line(name) for name in "abc"))
+                for _ in range(2):
+                    await asyncio.to_thread(advance_all, worker.factory, worker.means)
+                assert [job.state for job in market.books.jobs()] == ["queued"] * 2
+                await asyncio.to_thread(assign_until_done, worker.factory, worker.client, worker.matcher)
+                await until(lambda: market.books.outcomes() == ["complete"] * 2)
+                await asyncio.to_thread(advance_all, worker.factory, worker.means)
+                assert len(market.books.jobs()) == 3
 
         asyncio.run(story())
 

@@ -264,7 +264,7 @@ class TestWaiting:
 
         asyncio.run(story())
 
-    def test_ends_at_once_when_the_gateway_drains_while_what_runs_goes_on(
+    def test_ends_at_once_when_the_gateway_drains_while_what_runs_goes_on_a_queued_job_too(
         self, settings: Settings, session_factory: SessionFactory
     ) -> None:
         renter = add_renter(session_factory)
@@ -279,20 +279,26 @@ class TestWaiting:
 
         async def story() -> None:
             async with world(settings, session_factory) as market, queue(market):
-                await market.connect(holds, slots=1)
+                agent = await market.connect(holds, slots=2)
                 running = await market.client(renter).chat.completions.create(**FLEX, stream=True)
                 pieces = aiter(running)
                 await anext(pieces)
+                job = await market.call("POST", "/v1/jobs", renter, json={"request": PLAIN})
+                await until(lambda: len(agent.runs) == 2)
                 queued = asyncio.create_task(ask(market, renter))
                 await waiting(market)
                 draining = asyncio.create_task(market.gateway.drain(5.0))
+                await until(lambda: market.gateway.services.draining)
+                assert (await market.call("GET", "/readyz", None)).status == 503
                 reply = await queued
                 assert (reply.status, reply.json["error"]["code"]) == (503, "gateway_draining")
                 goes_on.set()
                 left = [chunk async for chunk in pieces]
                 assert left[-1].choices[0].finish_reason == "stop"
                 await draining
-                assert sorted(market.books.outcomes()) == ["complete", "platform_failed"]
+                assert sorted(market.books.outcomes()) == ["complete", "complete", "platform_failed"]
+                shown = await market.call("GET", f"/v1/jobs/{job.json['id']}", renter)
+                assert shown.json["status"] == "completed"
 
         asyncio.run(story())
 
@@ -420,5 +426,100 @@ class TestRefusals:
                 assert (reply.status, reply.json["error"]["code"]) == (402, "insufficient_balance")
                 assert market.books.outcomes() == ["no_balance"]
                 assert len(market.gateway.services.waiting) == 0
+
+        asyncio.run(story())
+
+
+class TestUnderLoad:
+    def test_flex_is_turned_away_while_a_chat_is_still_taken(
+        self, settings: Settings, session_factory: SessionFactory
+    ) -> None:
+        renter = add_renter(session_factory)
+
+        async def story() -> None:
+            async with world(settings, session_factory) as market:
+                await market.connect(answers)
+                load = market.gateway.services.load
+                await load.stop()
+                load.late_s = 0.5
+                reply = await ask(market, renter)
+                assert (reply.status, reply.json["error"]["code"]) == (503, "overloaded")
+                assert reply.headers["retry-after"] == "2"
+                assert (await ask(market, renter, PLAIN)).status == 200
+                load.late_s = 2.0
+                assert (await ask(market, renter, PLAIN)).json["error"]["code"] == "overloaded"
+                assert market.books.outcomes() == ["no_capacity", "complete", "no_capacity"]
+
+        asyncio.run(story())
+
+    def test_requests_in_hand_are_bounded_and_health_is_answered_all_the_same(
+        self, settings: Settings, session_factory: SessionFactory
+    ) -> None:
+        renter = add_renter(session_factory)
+
+        async def story() -> None:
+            async with world(settings, session_factory, requests_at_once=1) as market:
+                await market.connect(stalls)
+                stream = await market.client(renter).chat.completions.create(**PLAIN, stream=True)
+                await anext(aiter(stream))
+                reply = await ask(market, renter, PLAIN)
+                assert (reply.status, reply.json["error"]["code"]) == (503, "overloaded")
+                assert reply.headers["x-request-id"].startswith("req_")
+                assert (await market.call("GET", "/readyz", None)).status == 200
+                await stream.close()
+                await until(lambda: market.gateway.services.load.requests == 0)
+
+        asyncio.run(story())
+
+    def test_a_queue_that_is_full_takes_neither_flex_nor_a_job(
+        self, settings: Settings, session_factory: SessionFactory
+    ) -> None:
+        renter, other = add_renter(session_factory), add_renter(session_factory)
+
+        async def story() -> None:
+            async with world(settings, session_factory, queued_jobs_per_organisation=1, queued_jobs=2) as market:
+                await market.connect(answers)
+                first = asyncio.create_task(ask(market, renter))
+                await waiting(market)
+                for path, body in ((URL, FLEX), ("/v1/jobs", {"request": PLAIN})):
+                    reply = await market.call("POST", path, renter, json=body)
+                    assert (reply.status, reply.json["error"]["code"]) == (429, "queue_full")
+                job = await market.call("POST", "/v1/jobs", other, json={"request": PLAIN})
+                assert job.status == 202
+                assert job.json["waiting_for"] == "its turn: a node has room"
+                third = add_renter(session_factory)
+                assert (await ask(market, third)).json["error"]["code"] == "queue_full"
+                async with queue(market):
+                    assert (await first).status == 200
+
+        asyncio.run(story())
+
+    def test_a_chat_that_would_begin_too_late_is_refused_at_once(
+        self, settings: Settings, session_factory: SessionFactory
+    ) -> None:
+        renter = add_renter(session_factory)
+
+        async def story() -> None:
+            async with world(settings, session_factory, ttft_limit_s=5.0) as market:
+                agent = await market.connect(answers, prefill_tokens_per_s=1.0)
+                reply = await ask(market, renter, PLAIN)
+                assert (reply.status, reply.json["error"]["code"]) == (503, "too_slow")
+                assert reply.json["error"]["predicted_ttft_s"] > 5
+                assert reply.headers["retry-after"] == "30"
+                assert market.books.outcomes() == ["no_capacity"]
+                assert agent.runs == []
+
+        asyncio.run(story())
+
+    def test_a_job_says_that_no_node_meets_its_price(self, settings: Settings, session_factory: SessionFactory) -> None:
+        renter = add_renter(session_factory)
+
+        async def story() -> None:
+            async with world(settings, session_factory) as market:
+                await market.connect(answers)
+                body = {"request": PLAIN, "max_price": {"input": "0.01", "output": "0.01"}}
+                job = (await market.call("POST", "/v1/jobs", renter, json=body)).json
+                shown = (await market.call("GET", f"/v1/jobs/{job['id']}", renter)).json
+                assert "price" in shown["waiting_for"]
 
         asyncio.run(story())

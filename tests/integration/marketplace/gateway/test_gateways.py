@@ -118,7 +118,8 @@ class TestTheEnd:
                 await until(lambda: market.server.should_exit)
                 await until(lambda: any(isinstance(frame, Goodbye) for frame in agent.frames))
                 assert market.books.outcomes() == ["complete"]
-                market.server._captured_signals.clear()
+                # uvicorn raises again what it captured: a gateway that ended in order exits with 0.
+                assert market.server._captured_signals == []
 
         asyncio.run(story())
 

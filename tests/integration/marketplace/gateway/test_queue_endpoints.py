@@ -24,6 +24,7 @@ from marketplace.core.settings import Settings
 from marketplace.core.valkey import ValkeyPipe, connect_async
 from marketplace.gateway import queue_endpoints
 from marketplace.gateway.api import Bounded, make_api
+from marketplace.gateway.load import Load
 from marketplace.gateway.services import Services
 from marketplace.jobs.hot import Admit, Close
 from marketplace.jobs.models import Outcome
@@ -137,12 +138,13 @@ def door(settings: Settings, session_factory: SessionFactory) -> Iterator[Door]:
         catalog=FakeCatalog(FakeVariant(world.market.variant_id)),  # type: ignore[arg-type]
         authenticator=Authenticator(session_factory),
         limiter=Limiter(pipe),
-        fleet=SimpleNamespace(view=view, rules=Rules()),  # type: ignore[arg-type]
+        fleet=SimpleNamespace(view=view, rules=Rules(), resting=lambda variant_id: frozenset()),  # type: ignore[arg-type]
         writer=writer,
         cancels=None,  # type: ignore[arg-type]
         signatures=None,  # type: ignore[arg-type]
         pulse=None,  # type: ignore[arg-type]
         waiting=None,  # type: ignore[arg-type]
+        load=Load(lambda: 0, most_requests=100),
         pump=SimpleNamespace(wake=lambda: woken.append(True)),  # type: ignore[arg-type]
     )
     api = make_api(services, (queue_endpoints.router,))
