@@ -7,6 +7,7 @@ the ending nothing more is accepted, save the one report that confirms it.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Final
 
 from agent.protocol import Accepted, Failed, Finished, Refused, Tokens, Vectors
@@ -38,6 +39,7 @@ class AttemptRun:
         "attempt_id",
         "choices",
         "code",
+        "direct",
         "eager",
         "ending",
         "epoch",
@@ -72,6 +74,8 @@ class AttemptRun:
         """For the renter, where something went wrong."""
         self.eager = True
         """Whether each piece wakes the runner; one that sends nothing before the end need not hear of it."""
+        self.direct: Callable[[Tokens], bool] | None = None
+        """Moves a piece in the call that brought it, if it can; asked only while the runner waits for one."""
         self.lease_until = 0.0
         """When, on the loop's clock, the lease may be over. Moved on by each checkpoint that was answered."""
         self.report: Finished | Failed | None = None
@@ -164,10 +168,10 @@ class AttemptRun:
             self.stop(Ending.NODE, "engine_error", "The node sent more than was asked for.")
             return
         waiter = self._waiter
-        if waiter is not None and self.eager:
-            self._waiter = None
-            if not waiter.done():
-                waiter.set_result(None)
+        if waiter is not None and self.eager and not waiter.done():
+            direct = self.direct
+            if direct is None or not direct(frame):
+                self.wake()
 
     def _turn_to(self, choice: int) -> bool:
         """The answer before is over, and this one has bounds of its own. A node that named no later one lies."""

@@ -15,6 +15,8 @@ from marketplace.gateway.embeddings.request import MAX_STORED_VECTOR_BYTES, requ
 from marketplace.gateway.failures import NoCapacity
 from marketplace.gateway.flex import Flex, wait_of
 from marketplace.gateway.http import (
+    BODY,
+    Body,
     ClientGoneError,
     Header,
     MethodNotAllowed,
@@ -46,6 +48,7 @@ class _Exchange:
     arrived_at: float
     receive: Receive
     send: Send
+    body: Body | None
     headers: list[Header]
     principal: Principal | None = None
     keep_answer: bool = False
@@ -83,6 +86,7 @@ class ChatApp:
             arrived_at=asyncio.get_running_loop().time(),
             receive=receive,
             send=send,
+            body=scope.get("extensions", {}).get(BODY, {}).get("body"),
             headers=[(b"x-request-id", request_id.encode())],
             keep_answer=bool(state.get("idempotent")),
         )
@@ -213,6 +217,7 @@ class ChatApp:
             keepalive_s=settings.keepalive_s,
             slow_reader_s=settings.slow_reader_s,
             now=exchange.arrived_at,
+            body=exchange.body,
         )
 
     async def _read(self, scope: Scope, receive: Receive) -> Inference:

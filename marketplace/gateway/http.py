@@ -6,7 +6,7 @@ import ipaddress
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -18,8 +18,23 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
+BODY: Final = "fallow.body"
+"""ASGI extension: `extensions[BODY]["body"]` is a Body."""
 JSON: Final[Header] = (b"content-type", b"application/json")
 _encode = msgspec.json.Encoder().encode
+
+
+class Body(Protocol):
+    """A response's body, where the server can take a part of it without a coroutine."""
+
+    @property
+    def writable(self) -> bool:
+        """True while the head is out, the body goes on, and the client takes what it is sent."""
+        ...
+
+    def write(self, part: bytes) -> None:
+        """Send a part that is not empty. Only while `writable`."""
+        ...
 
 
 class ClientGoneError(Exception):

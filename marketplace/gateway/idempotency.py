@@ -151,7 +151,9 @@ class Idempotent:
 
     async def _run(self, claimed: Claimed, scope: Scope, receive: Receive, send: Send) -> None:
         record = _Record(send, lambda answer: self._finish(claimed, answer))
-        inner = {**scope, "state": {**scope.get("state", {}), "request_id": claimed.request_id, "idempotent": True}}
+        state = {**scope.get("state", {}), "request_id": claimed.request_id, "idempotent": True}
+        # All that is sent goes through the record: no part of the body may leave by another way.
+        inner = {**scope, "state": state, "extensions": {}}
         self._leases.hold(claimed.holder)
         try:
             await self._app(inner, receive, record.send)

@@ -21,7 +21,7 @@ from agent.protocol import MAX_MESSAGE_BYTES, SOCKET_PATH
 from marketplace.core.errors import BadRequest
 from marketplace.core.settings import Settings
 from marketplace.fleet.wire import LINK_PATH
-from marketplace.gateway.http import Receive, Scope, Send, new_request_id
+from marketplace.gateway.http import BODY, Receive, Scope, Send, new_request_id
 from marketplace.gateway.sockets import DirectSocketProtocol
 
 DRAIN_S: Final = 60.0
@@ -67,6 +67,24 @@ class HeadTooLarge(BadRequest):
 
     status = 431
     code = "head_too_large"
+
+
+class ChunkedBody:
+    """The http.Body of one exchange."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def writable(self) -> bool:
+        cycle = self._cycle
+        goes_on = cycle.response_started and not cycle.response_complete and not cycle.disconnected
+        return goes_on and bool(cycle.chunked_encoding) and not cycle.flow.write_paused
+
+    def write(self, part: bytes) -> None:
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
 
 class JsonHttpProtocol(HttpToolsProtocol):
@@ -159,6 +177,7 @@ class JsonHttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        cycle.scope["extensions"] = {BODY: {"body": ChunkedBody(cycle)}}
         super()._start_asgi_task(cycle, app)
 
     def _awaits_head(self) -> bool:

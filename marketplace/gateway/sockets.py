@@ -38,6 +38,9 @@ LONG: Final = {126: 2, 127: 8}
 """Bytes of an extended length, by what stands in its place."""
 HEAD: Final = 2
 MASK: Final = 4
+SHORT: Final = 126
+"""Lengths from here on take two bytes more, from LONGER on eight."""
+LONGER: Final = 65_536
 
 
 class BadHandshake(BadRequest):
@@ -96,6 +99,16 @@ class DirectSocketProtocol(WebSocketsSansIOProtocol):
             self.read_paused = False
             self.transport.resume_reading()
 
+    async def send(self, message: Any) -> None:
+        """Called by the application."""
+        data = message.get("bytes")
+        open_ = self.handshake_complete and not self.disconnected and self.conn.state is State.OPEN
+        if data is not None and open_ and self.writable.is_set():
+            # A server's frames carry no mask: a head, and the message as it is.
+            self.transport.write(_head(len(data)) + data)
+        else:
+            await super().send(message)
+
     def send_receive_event_to_app(self) -> None:
         """Called for messages that went through the library: texts, and those in several frames."""
         if self._take is None:
@@ -149,3 +162,12 @@ class DirectSocketProtocol(WebSocketsSansIOProtocol):
             at = end
         self._needed = HEAD
         return at
+
+
+def _head(size: int) -> bytes:
+    """The head of a server's frame that is a binary message by itself."""
+    if size < SHORT:
+        return bytes((WHOLE_BINARY, size))
+    if size < LONGER:
+        return bytes((WHOLE_BINARY, 126)) + size.to_bytes(LONG[126])
+    return bytes((WHOLE_BINARY, 127)) + size.to_bytes(LONG[127])

@@ -162,6 +162,28 @@ class TestBeforeTheApplicationListens:
         asyncio.run(act())
 
 
+class TestSending:
+    @pytest.mark.parametrize("size", [0, 125, 126, 65_535, 65_536])
+    def test_a_message_is_the_frame_that_the_library_would_send(self, size: int) -> None:
+        async def act() -> None:
+            socket = await opened()
+            await socket.protocol.send({"type": "websocket.send", "bytes": bytes(size)})
+            assert socket.wire.written == frame(Opcode.BINARY, bytes(size), mask=False)
+
+        asyncio.run(act())
+
+    def test_after_the_close_nothing_is_sent(self) -> None:
+        async def act() -> None:
+            socket = await opened()
+            socket.feed(frame(Opcode.CLOSE, b"\x03\xe8"))
+            socket.wire.written = b""
+            with pytest.raises(OSError):
+                await socket.protocol.send({"type": "websocket.send", "bytes": b"late"})
+            assert socket.wire.written == b""
+
+        asyncio.run(act())
+
+
 class TestWhatMayNotBe:
     @pytest.mark.parametrize(
         "wrong",
