@@ -24,7 +24,7 @@ from marketplace.core.valkey import ValkeyPipe, connect_async
 from marketplace.finance import endpoints as finance_endpoints
 from marketplace.fleet.service import Fleet
 from marketplace.fleet.wire import LINK_PATH
-from marketplace.gateway import endpoints, key_endpoints, queue_endpoints, usage_endpoints
+from marketplace.gateway import endpoints, key_endpoints, organisation_endpoints, queue_endpoints, usage_endpoints
 from marketplace.gateway.api import Bounded, make_api
 from marketplace.gateway.batches import endpoints as batch_endpoints
 from marketplace.gateway.cancels import EarlyCancels
@@ -105,6 +105,7 @@ class Gateway:
             queue_endpoints.router,
             usage_endpoints.router,
             key_endpoints.router,
+            organisation_endpoints.router,
             batch_endpoints.router,
             webhook_endpoints.router,
             billing_endpoints.router,

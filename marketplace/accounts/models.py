@@ -30,7 +30,7 @@ class ApiKey(Base):
 
     __tablename__ = "api_keys"
     __table_args__ = (
-        CheckConstraint("roles <@ array['renter','owner','finance','operator']::varchar[]", name="roles"),
+        CheckConstraint("roles <@ array['renter','owner','finance','operator','admin']::varchar[]", name="roles"),
     )
 
     id: Mapped[UUID] = mapped_column(primary_key=True, default=new_id)
@@ -82,7 +82,7 @@ class Member(Base):
     __tablename__ = "members"
     __table_args__ = (
         UniqueConstraint("organisation_id", "email"),
-        CheckConstraint("roles <@ array['renter','owner','finance','operator']::varchar[]", name="roles"),
+        CheckConstraint("roles <@ array['renter','owner','finance','operator','admin']::varchar[]", name="roles"),
         CheckConstraint("email = lower(email)", name="email"),
     )
 

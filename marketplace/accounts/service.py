@@ -21,7 +21,7 @@ from marketplace.core.clock import utcnow
 from marketplace.core.errors import BadRequest, NotFound
 from marketplace.core.ids import new_id
 
-ROLES: Final = ("renter", "owner", "finance", "operator")
+ROLES: Final = ("renter", "owner", "finance", "operator", "admin")
 MAX_NAME_CHARACTERS: Final = 200
 DEFAULT_REQUESTS_PER_MINUTE: Final = 600
 DEFAULT_PARALLEL_REQUESTS: Final = 32

@@ -62,10 +62,15 @@ class KeyObject(BaseModel):
 async def show_key(services: GatewayServices, principal: Caller) -> KeyObject:
     """The key of this request: its limits, its budget and what is left of it."""
     key, budget = await asyncio.to_thread(_find, services.session_factory, principal.key_id)
+    return key_object(key, budget, principal.organisation_name)
+
+
+def key_object(key: ApiKey, budget: BudgetState | None, organisation: str) -> KeyObject:
+    """A key as it is shown."""
     return KeyObject(
         id=show("key", key.id),
         name=key.name,
-        organisation=principal.organisation_name,
+        organisation=organisation,
         roles=key.roles,
         limits=KeyLimits(
             requests_per_minute=key.requests_per_minute,

@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from marketplace.gateway.completions import CompletionBody
 from marketplace.gateway.embeddings.request import EmbeddingBody
+from marketplace.gateway.organisation_endpoints import BudgetBody, KeyBody, RolesBody
 from marketplace.gateway.parse import ChatBody, ProviderBody
 from marketplace.gateway.queue_endpoints import Submission
 from marketplace.gateway.tokenize import TokenizeBody
@@ -43,6 +44,9 @@ BODIES: Final[Mapping[tuple[str, str], type[Struct]]] = {
     ("/v1/tokenize", "post"): TokenizeBody,
     (JOBS_ENDPOINT, "post"): Submission,
     ("/v1/key/routing", "put"): ProviderBody,
+    ("/v1/organisation/members/{email}", "put"): RolesBody,
+    ("/v1/organisation/keys", "post"): KeyBody,
+    ("/v1/organisation/keys/{key_id}/budget", "put"): BudgetBody,
 }
 """Bodies that msgspec parses."""
 RAW: Final = {
