@@ -102,7 +102,7 @@ class TestKeys:
     @pytest.mark.parametrize(
         ("roles", "per_minute", "parallel", "expires_in", "param"),
         [
-            (["admin"], 1, 1, None, "roles"),
+            (["king"], 1, 1, None, "roles"),
             ([], 1, 1, None, "roles"),
             (["renter"], 0, 1, None, "requests_per_minute"),
             (["renter"], 10**9, 1, None, "requests_per_minute"),
