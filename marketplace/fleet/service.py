@@ -94,6 +94,7 @@ class Fleet:
         self._rng = Random(secrets.randbits(64))  # noqa: S311  # breaks ties; another's guess gains nothing
         self._draining = False
         self._published: tuple[object, float] = (None, 0.0)
+        self._beat_at = 0.0
         self._version = 0
         self._version_prefix = secrets.token_hex(4)
 
@@ -334,12 +335,15 @@ class Fleet:
         facts = (self.view.revision, tuple(offer.slots_busy for offer in offers))
         now = time.monotonic()
         if facts == self._published[0] and now - self._published[1] < PUBLISH_AT_LEAST_S:
+            if now - self._beat_at >= snapshot.BEAT_S:
+                self._beat_at = now
+                await self._pipe.run(snapshot.BEAT, [snapshot.gateway_key(self._gateway_id)], [])
             return
         self._version += 1
         mine = snapshot.GatewaySnapshot(self._gateway_id, self._settings.own_url, offers)
         keys, args = snapshot.publish_call(mine, f"{self._version_prefix}-{self._version}")
         await self._pipe.run(snapshot.PUBLISH, keys, args)
-        self._published = (facts, now)
+        self._published, self._beat_at = (facts, now), now
 
     async def _poll(self) -> None:
         keys, args = snapshot.poll_call(self.view.known_versions())

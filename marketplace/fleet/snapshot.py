@@ -22,6 +22,10 @@ from marketplace.matching.types import DataTerms, OfferView, Rates
 INDEX_KEY: Final = "fallow:fleet"
 TTL_S: Final = 10.0
 """A gateway that stays silent for this long has died."""
+SILENT_S: Final = 3.0
+"""A gateway whose heart stopped for this long gets no queued work: its sockets are likely gone, and a lease there would
+burn an attempt. Others go on seeing its nodes until TTL_S, or until their link to it breaks."""
+BEAT_S: Final = 0.5
 MAX_GATEWAYS: Final = 256
 
 
@@ -164,16 +168,28 @@ if ARGV[3] == '' then
   redis.call('DEL', KEYS[2])
   return 1
 end
-redis.call('HSET', KEYS[2], 'v', ARGV[2], 'b', ARGV[3])
+redis.call('HSET', KEYS[2], 'v', ARGV[2], 'b', ARGV[3], 'h', now)
 redis.call('PEXPIRE', KEYS[2], ARGV[4])
 redis.call('ZADD', KEYS[1], now + ARGV[4], ARGV[1])
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
 return 1
 """)
 
+# KEYS: the gateway's blob. It lives, and has nothing new to say; a gateway that was withdrawn stays so.
+BEAT: Final = Script("""
+local t = redis.call('TIME')
+if redis.call('EXISTS', KEYS[1]) == 1 then
+  redis.call('HSET', KEYS[1], 'h', t[1] * 1000 + math.floor(t[2] / 1000))
+end
+return 1
+""")
+
 # KEYS: index. ARGV: the prefix of blobs, then pairs of gateway and version that the reader has. Answers for each living
-# gateway its id, version, remaining TTL in ms, and the blob, empty where the reader has that version.
+# gateway its id, version, remaining TTL in ms, the blob, empty where the reader has that version, and for how many ms
+# its heart has been silent.
 POLL: Final = Script(f"""
+local t = redis.call('TIME')
+local now = t[1] * 1000 + math.floor(t[2] / 1000)
 local known = {{}}
 for i = 2, #ARGV, 2 do known[ARGV[i]] = ARGV[i + 1] end
 local out = {{}}
@@ -183,7 +199,8 @@ for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, {MAX_GATEWAYS - 1})) do
   if version then
     local blob = ''
     if known[id] ~= version then blob = redis.call('HGET', key, 'b') end
-    out[#out + 1] = {{id, version, redis.call('PTTL', key), blob}}
+    local beat = redis.call('HGET', key, 'h')
+    out[#out + 1] = {{id, version, redis.call('PTTL', key), blob, beat and now - beat or 0}}
   end
 end
 return out
@@ -209,7 +226,7 @@ def poll_call(known: Sequence[tuple[str, str]]) -> tuple[list[Any], list[Any]]:
 
 def parse_row(row: Sequence[Any]) -> tuple[str, str, float, GatewaySnapshot | None]:
     """One row of POLL's answer: gateway, version, age in seconds, and the snapshot if it was sent and makes sense."""
-    gateway_id, version, ttl_ms, blob = row
+    gateway_id, version, ttl_ms, blob, _ = row
     elapsed_s = max(0.0, TTL_S - int(ttl_ms) / 1000)
     snapshot: GatewaySnapshot | None = None
     if blob:
@@ -221,7 +238,12 @@ def parse_row(row: Sequence[Any]) -> tuple[str, str, float, GatewaySnapshot | No
     return gateway_id.decode(), version.decode(), elapsed_s, snapshot
 
 
-def read_fleet(client: redis.Redis) -> list[OfferView]:
+def silent_s(row: Sequence[Any]) -> float:
+    """For how long the gateway of a row of POLL has not given a sign of life."""
+    return max(0.0, int(row[4]) / 1000)
+
+
+def read_fleet(client: redis.Redis, *, silent_up_to_s: float = TTL_S) -> list[OfferView]:
     """Every offer of every living gateway, with live counts of taken slots: the worker's snapshot.
 
     Of a node that two gateways claim, the later connection counts. Raises ValkeyDownError.
@@ -232,7 +254,7 @@ def read_fleet(client: redis.Redis) -> list[OfferView]:
             rows: Any = client.evalsha(POLL.sha, len(keys), *keys, *args)
         except redis.exceptions.NoScriptError:
             rows = client.eval(POLL.source, len(keys), *keys, *args)
-        offers = _merge(rows)
+        offers = _merge([row for row in rows if silent_s(row) <= silent_up_to_s])
         return _with_live_counts(client, offers)
     except (RedisError, OSError) as error:
         raise ValkeyDownError(str(error)) from error

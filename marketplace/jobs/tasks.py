@@ -27,7 +27,7 @@ from marketplace.core.settings import Settings, get_settings
 from marketplace.core.tracing import Tracing
 from marketplace.core.valkey import ValkeyDownError
 from marketplace.fleet.reservations import SyncReservations
-from marketplace.fleet.snapshot import read_fleet
+from marketplace.fleet.snapshot import SILENT_S, read_fleet
 from marketplace.jobs import dispatch, idempotency, standing, sweeping
 from marketplace.jobs.assignment import Assignment, Matcher, assign
 from marketplace.jobs.erasure import erase_texts
@@ -154,7 +154,7 @@ def assign_until_done(factory: SessionFactory, client: redis.Redis, matcher: Mat
 def assign_once(factory: SessionFactory, client: redis.Redis, matcher: Matcher) -> Assignment:
     """One round: match and lease in one transaction, then tell the gateways. Raises ValkeyDownError."""
     began_ns = time.time_ns()
-    offers = read_fleet(client)
+    offers = read_fleet(client, silent_up_to_s=SILENT_S)
     with transaction(factory) as session:
         done = assign(session, offers, matcher)
     for refused in done.refused:

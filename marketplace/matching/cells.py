@@ -20,6 +20,8 @@ LEVELS: Final = 16
 FULL: Final = LEVELS
 AWAY: Final = LEVELS + 1
 """With their owner, or out of memory."""
+AGED: Final = LEVELS + 2
+"""Found silent for too long, until they are heard again: a pick meets each of them once."""
 OPEN_MASK: Final = (1 << LEVELS) - 1
 PRICE_RATIO: Final = 1.1
 SPEED_RATIO: Final = 1.25
@@ -93,7 +95,7 @@ class Cell:
 
     def __init__(self, key: Key) -> None:
         self.key = key
-        self.levels: list[list[Live]] = [[] for _ in range(LEVELS + 2)]
+        self.levels: list[list[Live]] = [[] for _ in range(LEVELS + 3)]
         self.mask = 0
         """Bit by bit, which open levels have anybody."""
         self.floor = Rates(_edge(key.input_band), 0, _edge(key.output_band))
@@ -168,6 +170,8 @@ def level_of(live: Live) -> int:
     offer = live.offer
     if not offer.available or lacks_memory(offer):
         return AWAY
+    if live.aged:
+        return AGED
     if live.busy >= offer.slots:
         return FULL
     return live.busy * LEVELS // offer.slots if live.busy > 0 else 0

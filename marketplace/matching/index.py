@@ -204,6 +204,9 @@ class FleetIndex:
         live = self._lives.get(offer_id)
         if live is not None:
             live.sampled_at_s = now_s - age_s
+            if live.aged:
+                live.aged = False
+                self._stand(live)
 
     def set_busy(self, offer_id: UUID, busy: int, now_s: float) -> None:
         """Somebody who knows counted the taken slots."""
@@ -421,6 +424,10 @@ class FleetIndex:
         if sieve.strict or cell.key.probation:
             some = [live for live in some if self._passes(live, sieve)]
         if not some:
+            for live in [live for live in cell.open() if live.sampled_at_s < oldest_s]:
+                # Out of the way until it is heard again: else each pick would wade through a silent crowd.
+                live.aged = True
+                self._stand(live)
             some = list(islice((live for live in cell.open() if self._passes(live, sieve)), SAMPLE))
         return some
 

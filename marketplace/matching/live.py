@@ -32,6 +32,7 @@ class Live:
     """An offer, the figures derived from it once, and what runs there now. Times on the index's clock, in seconds."""
 
     __slots__ = (
+        "aged",
         "ask_input",
         "ask_output",
         "ask_saved",
@@ -75,6 +76,7 @@ class Live:
         """Take over what a fresh report says; what was dispatched meanwhile stays counted."""
         self.offer = offer
         self.sampled_at_s = now_s - offer.sampled_age_s
+        self.aged = False
         self.prefill_s = 1.0 / (offer.prefill_tokens_per_s or UNKNOWN_PREFILL_TOKENS_PER_S)
         self.step_s = 1.0 / (offer.decode_tokens_per_s or UNKNOWN_DECODE_TOKENS_PER_S)
         rates = offer.rates

@@ -21,7 +21,7 @@ from marketplace.core.valkey import ValkeyDownError, ValkeyPipe, connect, connec
 from marketplace.embedded import EmbeddedValkey
 from marketplace.fleet.occupancy import Occupancy
 from marketplace.fleet.reservations import Reservations, SyncReservations, slots_key
-from marketplace.fleet.snapshot import read_fleet
+from marketplace.fleet.snapshot import SILENT_S, gateway_key, read_fleet
 from marketplace.fleet.view import FleetView
 from marketplace.matching.rank import rank
 from marketplace.matching.types import OfferView, Ranked
@@ -279,6 +279,31 @@ class TestTheWorkersView:
     def test_of_an_empty_valkey_is_empty(self, valkey_url: str) -> None:
         with connect(valkey_url) as client:
             assert read_fleet(client) == []
+
+    def test_leaves_out_a_gateway_whose_heart_stopped_before_its_snapshot_ends(
+        self, settings: Settings, session_factory: SessionFactory
+    ) -> None:
+        variant_id = add_variant(session_factory)
+        node = enrol_node(session_factory)
+
+        async def story() -> None:
+            async with (
+                gateway(settings, session_factory, {SHA256: variant_id}) as home,
+                agent(home, node) as running,
+            ):
+                await running.say(telemetry(), Inventory([offer_report()]))
+                with connect(settings.valkey_url) as client:
+                    await until(lambda: _seen(client) == [0])
+                    key = gateway_key("gw-a")
+                    first = int(client.hget(key, "h") or 0)
+                    await until(lambda: int(client.hget(key, "h") or 0) > first)
+                    await home.kill()
+                    assert len(read_fleet(client, silent_up_to_s=SILENT_S)) == 1
+                    client.hset(key, "h", int(client.hget(key, "h") or 0) - int(SILENT_S * 1_000))
+                    assert read_fleet(client, silent_up_to_s=SILENT_S) == []
+                    assert len(read_fleet(client)) == 1, "for what is not assigned it is believed on"
+
+        asyncio.run(story())
 
     def test_counts_what_was_reserved_since_the_snapshot(
         self, settings: Settings, session_factory: SessionFactory

@@ -311,6 +311,53 @@ class TestCases:
 
         assert mean_ttft_s(15.0) < 2 * mean_ttft_s(0.1)
 
+    def test_telemetry_ages_before_it_is_refused(self) -> None:
+        fresh, silent = offer_view(), offer_view()
+        index = index_of(fresh, silent)
+        costs = []
+        for now in (NOW, NOW + 12.0, NOW + 25.0):
+            index.heard(fresh.offer_id, now)
+            (cost,) = [
+                cost.total_s
+                for live, cost, _ in index._look(demand(), now, Random(1), frozenset())[0]
+                if live.offer.offer_id == silent.offer_id
+            ]
+            costs.append(cost)
+        assert costs == sorted(set(costs)), "the longer the silence, the worse"
+        later = NOW + 31.0
+        index.heard(fresh.offer_id, later)
+        assert [offer.offer_id for offer in index.rank(demand(), later, Random(1)).offers] == [fresh.offer_id]
+
+    def test_a_silent_crowd_is_waded_through_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        crowd, few = [offer_view() for _ in range(2_000)], [offer_view() for _ in range(3)]
+        index, later = index_of(*crowd, *few), NOW + 60.0
+        for offer in few:
+            index.heard(offer.offer_id, later)
+        looked = Counter[str]()
+        passes = FleetIndex._passes
+        monkeypatch.setattr(
+            FleetIndex, "_passes", lambda own, live, sieve: looked.update(["at"]) or passes(own, live, sieve)
+        )
+        names = {offer.offer_id for offer in few}
+        assert pick(index, demand(), Random(1), later).offer.offer_id in names
+        looked.clear()
+        for number in range(10):
+            assert pick(index, demand(), Random(number), later).offer.offer_id in names
+        assert looked["at"] < 500
+        refused = index.choose(demand(regions=frozenset({"eu"})), later, Random(1))
+        assert isinstance(refused, Refusal)
+        back = crowd[0]
+        index.heard(back.offer_id, later)
+        seen = {pick(index, demand(excluded_nodes=frozenset(o.node_id for o in few)), Random(1), later).offer.offer_id}
+        assert seen == {back.offer_id}, "who is heard again is back"
+
+    def test_of_a_wholly_silent_market_says_so(self) -> None:
+        index = index_of(*(offer_view() for _ in range(200)))
+        for _ in range(2):
+            refused = index.choose(demand(), NOW + 60.0, Random(1))
+            assert isinstance(refused, Refusal)
+            assert refused.refused == {Filter.STALE: 200}
+
     def test_five_decoders_are_all_used_before_any_queues(self) -> None:
         for requests in (256, 512):
             index, rng = index_of(*(offer_view(slots=128) for _ in range(5))), Random(requests)
