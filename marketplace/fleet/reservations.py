@@ -16,6 +16,7 @@ from redis.exceptions import NoScriptError, RedisError
 
 from marketplace.core.valkey import Script, ValkeyDownError, ValkeyPipe
 from marketplace.fleet.occupancy import Occupancy
+from marketplace.matching.rules import DEFAULT_RULES, Rules
 from marketplace.matching.types import OfferView, Ranked
 
 CANDIDATES: Final = 16
@@ -68,10 +69,10 @@ def slots_key(offer_id: UUID) -> str:
 
 
 def _reserve_call(
-    offers: Sequence[OfferView], tied: int, attempt_id: UUID, ttl_s: float
+    rules: Rules, offers: Sequence[OfferView], tied: int, attempt_id: UUID, *, ttl_s: float
 ) -> tuple[list[Any], list[Any]]:
     keys = [slots_key(offer.offer_id) for offer in offers]
-    return keys, [attempt_id.bytes, _ms(ttl_s), tied, *(offer.slots for offer in offers)]
+    return keys, [attempt_id.bytes, _ms(ttl_s), tied, *(rules.slots_of(offer) for offer in offers)]
 
 
 def _ms(ttl_s: float) -> int:
@@ -85,10 +86,11 @@ def _rounds(ranked: Ranked) -> Iterator[tuple[Sequence[OfferView], int]]:
 
 
 class Reservations:
-    """A gateway's reservations. One event loop."""
+    """A gateway's reservations. One event loop. What `rules` grant a node on probation holds over all gateways."""
 
-    def __init__(self, pipe: ValkeyPipe, occupancy: Occupancy) -> None:
+    def __init__(self, pipe: ValkeyPipe, occupancy: Occupancy, rules: Rules = DEFAULT_RULES) -> None:
         self._pipe = pipe
+        self._rules = rules
         self._occupancy = occupancy
 
     async def reserve(self, offer: OfferView, attempt_id: UUID, ttl_s: float) -> bool:
@@ -130,7 +132,7 @@ class Reservations:
     ) -> OfferView | None:
         guess = offers[0]
         self._occupancy.take(guess.offer_id, attempt_id, ttl_s)
-        keys, args = _reserve_call(offers, tied, attempt_id, ttl_s)
+        keys, args = _reserve_call(self._rules, offers, tied, attempt_id, ttl_s=ttl_s)
         try:
             index, count = (int(figure) for figure in await self._pipe.run(_RESERVE, keys, args))
         except ValkeyDownError:
@@ -143,7 +145,7 @@ class Reservations:
             self._occupancy.drop(guess.offer_id, attempt_id)
         if index == 0:
             for offer in offers:
-                self._occupancy.seen(offer.offer_id, offer.slots)
+                self._occupancy.seen(offer.offer_id, self._rules.slots_of(offer))
             return None
         taken = offers[index - 1]
         self._occupancy.take(taken.offer_id, attempt_id, ttl_s)
@@ -153,7 +155,7 @@ class Reservations:
     def _reserve_locally(
         self, offers: Sequence[OfferView], tied: int, attempt_id: UUID, ttl_s: float
     ) -> OfferView | None:
-        free = [offer for offer in offers if self._occupancy.busy(offer.offer_id) < offer.slots]
+        free = [offer for offer in offers if self._occupancy.busy(offer.offer_id) < self._rules.slots_of(offer)]
         if not free:
             return None
         among = [offer for offer in offers[:tied] if offer in free] or free[:1]
@@ -165,18 +167,19 @@ class Reservations:
 class SyncReservations:
     """The worker's twin. Raises ValkeyDownError where the gateway would go on alone: a worker has nobody to ask."""
 
-    def __init__(self, client: redis.Redis) -> None:
+    def __init__(self, client: redis.Redis, rules: Rules = DEFAULT_RULES) -> None:
         self._client = client
+        self._rules = rules
 
     def reserve(self, offer: OfferView, attempt_id: UUID, ttl_s: float) -> bool:
         """Take one slot of this offer for `ttl_s` seconds. False: none is free. Repeating it renews."""
-        keys, args = _reserve_call((offer,), 1, attempt_id, ttl_s)
+        keys, args = _reserve_call(self._rules, (offer,), 1, attempt_id, ttl_s=ttl_s)
         return bool(self._run(_RESERVE, keys, args)[0])
 
     def reserve_first(self, ranked: Ranked, attempt_id: UUID, ttl_s: float) -> OfferView | None:
         """Take a slot at the best offer that has one; None: all were taken meanwhile."""
         for offers, tied in _rounds(ranked):
-            keys, args = _reserve_call(offers, tied, attempt_id, ttl_s)
+            keys, args = _reserve_call(self._rules, offers, tied, attempt_id, ttl_s=ttl_s)
             index = int(self._run(_RESERVE, keys, args)[0])
             if index:
                 return offers[index - 1]

@@ -40,6 +40,7 @@ from marketplace.core.settings import Settings
 from marketplace.core.valkey import ValkeyDownError, ValkeyPipe
 from marketplace.fleet import claims, energy, plans, repository, snapshot
 from marketplace.fleet.endpoints import make_router
+from marketplace.fleet.gossip import Gossip
 from marketplace.fleet.links import Carrier, GoneReason, Links
 from marketplace.fleet.occupancy import Occupancy
 from marketplace.fleet.peers import ForeignCounts, Peers, PeerSocket
@@ -49,9 +50,7 @@ from marketplace.fleet.sender import FrameSender
 from marketplace.fleet.sessions import NodeSession
 from marketplace.fleet.socket import AgentSocket
 from marketplace.fleet.view import FleetView
-from marketplace.matching.breakers import Breakers
 from marketplace.matching.fit import shape_from
-from marketplace.matching.retries import RetryBudget
 from marketplace.matching.rules import Rules
 from marketplace.matching.types import Demand, OfferView, Ranked
 
@@ -101,9 +100,10 @@ class Fleet:
         self.rules = Rules.of(allow_simulated=settings.allow_simulated, stale_after_s=SILENT_S)
         self.view = FleetView(self._gateway_id, self._occupancy, self._peers.linked, rules=self.rules)
         self.links = Links(self._find_carrier, self._on_full, self.view.first_token)
-        self.reservations = Reservations(pipe, self._occupancy)
-        self.breakers = Breakers()
-        self.retries = RetryBudget()
+        self.reservations = Reservations(pipe, self._occupancy, self.rules)
+        self._gossip = Gossip(self._gateway_id)
+        self.breakers = self._gossip.breakers
+        self.retries = self._gossip.retries
         self.agent_socket = AgentSocket(self._gateway_id, self, self.links)
         """ASGI application for protocol.SOCKET_PATH."""
         self.peer_socket = PeerSocket(
@@ -329,6 +329,7 @@ class Fleet:
         with contextlib.suppress(ValkeyDownError):
             await self._publish()
             await self._poll()
+            await self._gossip.exchange(self._pipe)
 
     async def _publish(self) -> None:
         offers = [] if self._draining else self.view.published()

@@ -123,11 +123,12 @@ def _matcher() -> Matcher:
 
 def make_matcher(client: redis.Redis, settings: Settings, tracing: Tracing | None = None) -> Matcher:
     """What assignment needs beside the database; the retry budget lives as long as this."""
+    rules = Rules.of(allow_simulated=settings.allow_simulated)
     return Matcher(
-        slots=SyncReservations(client),
+        slots=SyncReservations(client, rules),
         budget=RetryBudget(),
         rng=random.Random(),  # noqa: S311  # it breaks ties
-        rules=Rules.of(allow_simulated=settings.allow_simulated),
+        rules=rules,
         lease_s=settings.lease_s,
         now_s=time.monotonic,
         tracing=tracing,

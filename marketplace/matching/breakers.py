@@ -62,6 +62,10 @@ class Breakers:
         """The failure turned out to be the request's own (it broke several nodes): nobody rests for it."""
         self.succeeded(node_id, variant_id)
 
+    def knows(self, node_id: UUID, variant_id: UUID) -> bool:
+        """True if the node failed this variant, and has not delivered since."""
+        return (node_id, variant_id) in self._entries
+
     def chosen(self, node_id: UUID, variant_id: UUID, now_s: float) -> None:
         """A request goes to the node. If that one failed before, it is the canary: the next ones wait for its end, at
         most PROBE_S."""

@@ -65,6 +65,15 @@ class RetryBudget:
         window.retries += 1
         return True
 
+    def heard(self, variant_id: UUID, requests: int, retries: int, now_s: float) -> None:
+        """Somebody else, of the same budget, made so many."""
+        window = self._window(variant_id)
+        second = window.at(now_s)
+        second.requests += requests
+        second.retries += retries
+        window.requests += requests
+        window.retries += retries
+
     def _window(self, variant_id: UUID) -> _Window:
         window = self._windows.pop(variant_id, None) or _Window()
         self._windows[variant_id] = window

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from marketplace.matching.types import Demand, Service, Sort
+from marketplace.matching.types import Demand, OfferView, Service, Sort
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,10 @@ class Rules:
         """The limit in force: never under one and a half times the telemetry's own period, or every quiet node would be
         refused most of the time and all traffic pressed onto the few that happened to speak last."""
         return max(self.stale_after_s, 1.5 * self.telemetry_every_s)
+
+    def slots_of(self, offer: OfferView) -> int:
+        """How many slots of an offer may be taken at once: few of a node on probation."""
+        return min(offer.slots, self.probation_slots) if offer.probation else offer.slots
 
     def contradiction(self) -> str | None:
         """A warning if the settings cannot both be meant, else None."""
