@@ -77,6 +77,13 @@ class Settings(BaseSettings):
     """Comment pings until the first token."""
     request_timeout_s: float = 600.0
     """Deadline of an interactive request."""
+    first_token_s: float = Field(default=1.0, gt=0)
+    """A first token is useful to a client that waits within so much..."""
+    first_token_tokens_per_s: float = Field(default=4_000.0, gt=0)
+    """...and a second more for each so many tokens of prompt. What waiting would make later everywhere is refused at
+    once."""
+    refuse_late: bool = True
+    """False sends everything somewhere as long as a slot is free, however late it would be."""
     slow_reader_s: float = 30.0
     """A client that takes nothing for this long is cut (billed as a cancel)."""
     lease_s: float = 15.0

@@ -97,7 +97,12 @@ class Fleet:
         self._version = 0
         self._version_prefix = secrets.token_hex(4)
 
-        self.rules = Rules.of(allow_simulated=settings.allow_simulated, stale_after_s=SILENT_S)
+        self.rules = replace(
+            Rules.of(allow_simulated=settings.allow_simulated, stale_after_s=SILENT_S),
+            guarded=settings.refuse_late,
+            first_token_s=settings.first_token_s,
+            first_token_tokens_per_s=settings.first_token_tokens_per_s,
+        )
         self.view = FleetView(self._gateway_id, self._occupancy, self._peers.linked, rules=self.rules)
         self.links = Links(self._find_carrier, self._on_full, self.view.first_token)
         self.reservations = Reservations(pipe, self._occupancy, self.rules)

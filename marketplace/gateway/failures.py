@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from marketplace.core.amounts import usd
 from marketplace.core.errors import BadRequest, FallowError, PaymentRequired, Unavailable
@@ -24,10 +24,20 @@ class NoCapacity(Unavailable):
 
     def __init__(self, refusal: Refusal) -> None:
         wait_s = RETRY_LATER_S if refusal.hopeless else RETRY_SOON_S
+        cure = ""
+        more: dict[str, Any] = {}
+        if refusal.late is not None:
+            wait_s = refusal.late.retry_after_s
+            cure = f" Try again in {wait_s} s, or let it wait for its turn: POST /v1/jobs."
+            more = {
+                "predicted_ttft_s": round(refusal.late.soonest_s, 3),
+                "useful_ttft_s": round(refusal.late.useful_s, 3),
+            }
         super().__init__(
-            f"No capacity for this request now ({refusal.sentence()}). Nothing was charged.",
+            f"No capacity for this request now ({refusal.sentence()}). Nothing was charged.{cure}",
             headers={"retry-after": str(wait_s)},
             refused={name.name.lower(): count for name, count in refusal.refused.items() if count},
+            **more,
         )
 
 

@@ -224,6 +224,7 @@ class Interactive:
             cached_tokens=self._cached_tokens,
             max_output_tokens=self._max_output,
             most_nano=most_nano,
+            moving=self.admitted,
         )
 
     def _admission(self, offer: OfferView, attempt_id: UUID) -> Admit:

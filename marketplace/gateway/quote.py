@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -95,8 +96,9 @@ class Measured:
         cached_tokens: Mapping[UUID, int] = MappingProxyType({}),
         max_output_tokens: int | None = None,
         most_nano: int | None = None,
+        moving: bool = False,
     ) -> Demand:
-        """What the matcher must find room for."""
+        """What the matcher must find room for. What `moving` says was admitted already is never too late."""
         demand = Demand(
             variant_id=self.variant.id,
             prompt_tokens=self.prompt_tokens,
@@ -109,6 +111,7 @@ class Measured:
             most_nano=most_nano,
             choices=self.choices,
             longest_input_tokens=max(self.inputs, default=None),
+            ttft_target_s=math.inf if moving else None,
         )
         return demand if self.choice is ANY else self.choice.narrow(demand)
 

@@ -91,6 +91,7 @@ class Cell:
         "middle",
         "output_ratio",
         "prefill_s",
+        "step_s",
     )
 
     def __init__(self, key: Key) -> None:
@@ -105,6 +106,8 @@ class Cell:
         """In the middle of the bands."""
         self.prefill_s = SPEED_RATIO**key.prefill_band * 0.999
         """No offer here reads a token in less, in seconds."""
+        self.step_s = SPEED_RATIO**key.decode_band * 0.999
+        """Nor writes one."""
         self.least_bias_s = -CAPPED_S if key.capped else 0.0
         self.cold_s = float(key.cold_s)
         self.input_ratio = 0.0
@@ -163,6 +166,11 @@ class Cell:
         """Every open offer, the emptiest first."""
         for level in range(LEVELS):
             yield from self.levels[level]
+
+    def present(self) -> Iterator[Live]:
+        """The same, and then the full ones: everybody who is not away."""
+        yield from self.open()
+        yield from self.levels[FULL]
 
 
 def level_of(live: Live) -> int:

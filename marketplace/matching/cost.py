@@ -15,11 +15,11 @@ from typing import Final, NamedTuple
 
 from marketplace.matching.live import CAPPED_S, RHO_TAU_S, Live
 from marketplace.matching.rules import (
-    SORT_FACTOR,
     TARGET_MARGIN,
     TPOT_TARGET_S,
     Rules,
     Weights,
+    price_worth_s,
     ttft_target_s,
 )
 from marketplace.matching.types import Demand, Service
@@ -83,7 +83,7 @@ def want(demand: Demand, rules: Rules, usual: Rates) -> Want:
     prompt, output = demand.prompt_tokens, demand.max_output_tokens
     reading = prompt * usual.input
     reference = reading + output * usual.output
-    price_s = weights.money_s * SORT_FACTOR[demand.sort]
+    price_s = price_worth_s(demand, rules, prompt)
     tpot_s = demand.tpot_target_s if demand.tpot_target_s is not None else TPOT_TARGET_S
     queued = demand.service is not Service.INTERACTIVE
     per_time = weights.end if queued else 1.0
@@ -91,7 +91,7 @@ def want(demand: Demand, rules: Rules, usual: Rates) -> Want:
         demand,
         prompt,
         output,
-        TARGET_MARGIN * ttft_target_s(demand),
+        TARGET_MARGIN * ttft_target_s(demand, rules),
         TARGET_MARGIN * tpot_s,
         price_s,
         price_s / reference if reference else 0.0,

@@ -26,9 +26,10 @@ from uuid import UUID
 
 from marketplace.matching.cells import FULL, LEVELS, Cell, Key, key_of, level_of, weighted_median
 from marketplace.matching.cost import NO_RATES, Cost, Want, cost_of, want
+from marketplace.matching.guard import Found, allowed_s, idle_read_s, suspect, timely, too_late
 from marketplace.matching.live import Live
-from marketplace.matching.rank import Found, arrange, cached_at, pick_place, refusal_of, refusals, worst_nano
-from marketplace.matching.rules import DEFAULT_RULES, Rules
+from marketplace.matching.rank import arrange, cached_at, pick_place, refusal_of, refusals, worst_nano
+from marketplace.matching.rules import DEFAULT_RULES, Rules, price_worth_s
 from marketplace.matching.types import Demand, Filter, OfferView, Ranked, Refusal
 from marketplace.metering.pricing import Rates
 
@@ -38,6 +39,10 @@ ENOUGH: Final = 12
 """With so many at hand, cells that can hold no better one are not searched for ties."""
 MAX_LOOKED_AT: Final = 24
 """Offers that one pick predicts, those with a prefix apart."""
+MOST_LATE: Final = 4 * MAX_LOOKED_AT
+"""The same while everything would come too late."""
+MOST_IN_CELL: Final = 8
+"""Offers of one cell that are asked whether any of them could serve a demand, were it idle."""
 SLACK: Final = 0.2
 """In a large market, a search ends where nothing left can be better by more than this part."""
 EXHAUSTIVE: Final = 48
@@ -228,7 +233,15 @@ class FleetIndex:
         found, wanted = self._look(demand, now_s, rng, resting)
         if not found:
             return self._refuse(demand, now_s, resting)
-        place = pick_place(found, wanted, rng, self._hidden_picks(now_s))
+        hidden = self._hidden_picks(now_s)
+        place = pick_place(found, wanted, rng, hidden)
+        if self.rules.guarded and suspect(found[place][1], wanted):
+            in_time = self._in_time(found, wanted, now_s, resting)
+            if isinstance(in_time, Refusal):
+                return in_time
+            if len(in_time) < len(found):
+                found = in_time
+                place = pick_place(found, wanted, rng, hidden)
         live, cost, _ = found[place]
         self._recent_picks += 1.0
         reservation = self._dispatch(live, demand.slot_tokens, cost.work_s, now_s)
@@ -250,6 +263,11 @@ class FleetIndex:
         found, wanted = self._look(demand, now_s, rng, resting)
         if not found:
             return Ranked((), (), self._refuse(demand, now_s, resting), tied=0)
+        if self.rules.guarded and any(suspect(cost, wanted) for _, cost, _ in found):
+            in_time = self._in_time(found, wanted, now_s, resting)
+            if isinstance(in_time, Refusal):
+                return Ranked((), (), in_time, tied=0)
+            found = in_time
         return arrange(found, wanted, rng, limit=limit, hidden=self._hidden_picks(now_s))
 
     def full(self, demand: Demand, now_s: float, *, resting: frozenset[UUID] = _NOBODY) -> list[UUID]:
@@ -359,6 +377,8 @@ class FleetIndex:
         queued, ceiling, per_time = wanted.queued, demand.ceiling, wanted.per_time
         crowd_s = 0.0 if queued else wanted.weights.crowd_s / LEVELS
         fixed_s = wanted.fixed_s - crowd_s
+        # While all that was seen is late, more is looked at.
+        patient_s = wanted.weights.missed_s or math.inf
         reads = wanted.prompt * wanted.per_read
         input_s = wanted.price_s * wanted.input_part
         output_s = wanted.price_s - input_s
@@ -389,10 +409,24 @@ class FleetIndex:
                 alike = len(cell.levels[live.level]) if large else 1
                 found.append((live, cost, alike / sample if alike > sample else 1.0))
                 best = min(best, cost.total_s)
-            if len(found) >= most:
+            if len(found) >= most and (best < patient_s or len(found) >= MOST_LATE):
                 break
             limit = best + band if len(found) < ENOUGH else best - slack * (0.5 + best)
         return found, wanted
+
+    def _in_time(
+        self, found: list[Found], wanted: Want, now_s: float, resting: frozenset[UUID]
+    ) -> list[Found] | Refusal:
+        """Those of what was found that come early enough (see guard), by what the variant's offers could do idle."""
+        market = self._markets[wanted.demand.variant_id]
+        sieve = self._sieve(market, wanted, now_s, resting)
+        speeds = [
+            (cell.cold_s, cell.prefill_s, cell.step_s)
+            for _, cell in self._order(market, wanted)
+            if any(self._passes(live, sieve) for live in islice(cell.present(), MOST_IN_CELL))
+        ]
+        within_s = allowed_s(wanted, idle_read_s(wanted.prompt, speeds))
+        return timely(found, within_s) or too_late(found, within_s)
 
     def _look_at_prefixes(
         self, market: _Market, wanted: Want, now_s: float, sieve: _Sieve, found: list[Found]
@@ -459,8 +493,10 @@ class FleetIndex:
         return order
 
     def _make_order(self, market: _Market, wanted: Want, length: int, mix: int) -> list[tuple[float, Cell]]:
-        reads = wanted.per_read * (2.0 ** (length / 2) if length else 0.0)
-        per_time, fixed_s, price_s = wanted.per_time, wanted.fixed_s, wanted.price_s
+        shortest = 2.0 ** (length / 2) if length else 0.0
+        reads = wanted.per_read * shortest
+        per_time, fixed_s = wanted.per_time, wanted.fixed_s
+        price_s = price_worth_s(wanted.demand, self.rules, shortest)
         low, high = mix / MIX_STEPS, (mix + 1) / MIX_STEPS
         order: list[tuple[float, Cell]] = []
         for cell in market.cells.values():

@@ -18,7 +18,8 @@ from typing import Final
 from uuid import UUID
 
 from marketplace.matching.cells import lacks_memory, weighted_median
-from marketplace.matching.cost import Cost, Want, cost_of, want
+from marketplace.matching.cost import Want, cost_of, want
+from marketplace.matching.guard import Found, allowed_s, idle_read_s, timely, too_late
 from marketplace.matching.live import Live
 from marketplace.matching.rules import DEFAULT_RULES, Rules
 from marketplace.matching.types import CURABLE, Demand, Filter, OfferView, Ranked, Rates, Refusal
@@ -49,8 +50,6 @@ PRICE_BAND_RATIO: Final = 0.1
 END_BAND_RATIO: Final = 0.5
 """The same for the end of a job that can wait."""
 
-Found = tuple[Live, Cost, float]
-"""An offer, what it would cost, and how many like it this one stands for."""
 _NOBODY: Final[frozenset[UUID]] = frozenset()
 
 
@@ -161,6 +160,14 @@ def rank(
     wanted = want(demand, rules, usual_rates(fitting))
     lives = [Live(offer, 0.0) for offer in fitting]
     found = [(live, cost_of(live, wanted, 0.0, cached_at(live, demand)), 1.0) for live in lives]
+    if rules.guarded and found:
+        within_s = allowed_s(
+            wanted, idle_read_s(wanted.prompt, ((live.cold_s, live.prefill_s, live.step_s) for live in lives))
+        )
+        in_time = timely(found, within_s)
+        if not in_time:
+            return Ranked((), (), too_late(found, within_s), tied=0)
+        found = in_time
     ranked = arrange(found, wanted, rng, limit=len(found))
     return replace(ranked, refusal=refusals(reasons))
 

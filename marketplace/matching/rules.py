@@ -13,7 +13,9 @@ class Weights:
     """The terms of the one cost, all in seconds."""
 
     money_s: float
-    """What the market's usual price of a job is worth: an offer at twice the usual price costs one such sum more."""
+    """What the market's usual price of a job is worth: an offer at twice the usual price costs one such sum more. Where
+    somebody waits, it is worth this for each second until which a first token is useful: of a long prompt, money counts
+    more and a second less."""
     missed_s: float = 10.0
     """What it costs that the first token comes too late to be useful, however little..."""
     late: float = 10.0
@@ -30,7 +32,7 @@ class Weights:
     """What filling a warm engine is worth against opening another."""
 
 
-INTERACTIVE: Final = Weights(money_s=0.5, crowd_s=0.2)
+INTERACTIVE: Final = Weights(money_s=0.4, crowd_s=0.2)
 THROUGHPUT: Final = Weights(money_s=60.0, missed_s=0.0, late=0.0, slow=0.0, work=0.0, end=0.25, fill_s=2.0)
 FLEX: Final = Weights(money_s=600.0, missed_s=0.0, late=0.0, slow=0.0, work=0.0, end=0.05, fill_s=5.0)
 SORT_FACTOR: Final = {Sort.BALANCED: 1.0, Sort.PRICE: 8.0, Sort.LATENCY: 0.05}
@@ -53,6 +55,12 @@ class Rules:
     """How long a pick of one of them stays unseen by the others."""
     probation_slots: int = 4
     """So many requests at a time for an offer of a node on probation."""
+    guarded: bool = True
+    """What a client waits for is sent only where its first token is predicted to be useful (see guard)."""
+    first_token_s: float = 1.0
+    """A first token is useful within so much..."""
+    first_token_tokens_per_s: float = 4_000.0
+    """...and a second more for each so many tokens of prompt."""
     interactive: Weights = INTERACTIVE
     throughput: Weights = THROUGHPUT
     flex: Weights = FLEX
@@ -90,15 +98,24 @@ class Rules:
 
 
 DEFAULT_RULES: Final = Rules()
-TTFT_TARGET_S: Final = 1.0
-TTFT_TARGET_TOKENS_PER_S: Final = 4_000.0
 TPOT_TARGET_S: Final = 0.08
 TARGET_MARGIN: Final = 0.8
 """A prediction may be a fifth off; what comes closer to the target than that counts as late."""
 
 
-def ttft_target_s(demand: Demand) -> float:
+def ttft_target_s(demand: Demand, rules: Rules) -> float:
     """Until when the first token is useful."""
     if demand.ttft_target_s is not None:
         return demand.ttft_target_s
-    return TTFT_TARGET_S + demand.prompt_tokens / TTFT_TARGET_TOKENS_PER_S
+    return usual_target_s(demand.prompt_tokens, rules)
+
+
+def usual_target_s(prompt_tokens: float, rules: Rules) -> float:
+    """The same where the demand does not say."""
+    return rules.first_token_s + prompt_tokens / rules.first_token_tokens_per_s
+
+
+def price_worth_s(demand: Demand, rules: Rules, prompt_tokens: float) -> float:
+    """What the usual price of a job with such a prompt is worth, in seconds."""
+    worth_s = rules.weights(demand.service).money_s * SORT_FACTOR[demand.sort]
+    return worth_s * usual_target_s(prompt_tokens, rules) if demand.interactive else worth_s

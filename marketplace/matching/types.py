@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final
 from uuid import UUID
 
 from marketplace.metering.pricing import Rates
 
-__all__ = ["Demand", "Filter", "OfferView", "Ranked", "Rates", "Refusal", "Service", "Sort"]
+__all__ = ["Demand", "Filter", "Late", "OfferView", "Ranked", "Rates", "Refusal", "Service", "Sort"]
+
+
+MAX_RETRY_AFTER_S: Final = 60
 
 
 class Service(StrEnum):
@@ -126,7 +131,7 @@ class Demand:
     most_nano: int | None = None
     """No offer whose worst case exceeds this: what the renter's balance holds."""
     ttft_target_s: float | None = None
-    """Until when the first token is useful; None: a second, and one more for each 4,000 tokens of prompt."""
+    """Until when the first token is useful; None: as the rules say for its length. Infinite: whenever it comes."""
     tpot_target_s: float | None = None
     """Mean seconds between tokens that are useful; None: 0.08."""
     choices: int = 1
@@ -171,6 +176,20 @@ class Filter(StrEnum):
     MEMORY = "too little free memory to load it"
     CHOICE = "not among the providers asked for"
     ONE_ANSWER = "gives one answer a request"
+    LATE = "first token would come too late"
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """Of a demand that would come too late everywhere: when its first token would come, and by when it must."""
+
+    soonest_s: float
+    useful_s: float
+
+    @property
+    def retry_after_s(self) -> int:
+        """In so long there is room, if nobody else comes: what is ahead is read by then."""
+        return max(1, min(MAX_RETRY_AFTER_S, math.ceil(self.soonest_s - self.useful_s)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +198,9 @@ class Refusal:
 
     refused: dict[Filter, int] = field(default_factory=dict)
     exact: bool = True
-    """False where a large market was counted by groups of like offers."""
+    """False where a large market was counted by groups of like offers, or not all of it was looked at."""
+    late: Late | None = None
+    """Set where there would be room, but too late."""
 
     @property
     def hopeless(self) -> bool:
@@ -195,11 +216,23 @@ class Refusal:
         ]
         if not parts:
             return "no node is connected"
-        return ("" if self.exact else "about ") + "; ".join(parts)
+        counted = ("" if self.exact else "about ") + "; ".join(parts)
+        if self.late is None:
+            return counted
+        return f"{counted}: after {self.late.soonest_s:.1f} s at the soonest, useful within {self.late.useful_s:.1f} s"
 
 
 CURABLE = frozenset(
-    {Filter.FULL, Filter.RESERVED, Filter.UNAVAILABLE, Filter.STALE, Filter.BREAKER, Filter.MEMORY, Filter.PROBATION}
+    {
+        Filter.FULL,
+        Filter.RESERVED,
+        Filter.UNAVAILABLE,
+        Filter.STALE,
+        Filter.BREAKER,
+        Filter.MEMORY,
+        Filter.PROBATION,
+        Filter.LATE,
+    }
 )
 """Refusals that may be gone a moment later."""
 

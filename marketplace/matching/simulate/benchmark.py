@@ -15,11 +15,13 @@ from typing import Final
 from agent.sizing.devices import DEVICES, DeviceSpec
 from agent.sizing.shape import ModelShape
 from agent.sizing.speed import Load
+from marketplace.matching.rules import INTERACTIVE, SORT_FACTOR
 from marketplace.matching.simulate.fleet import Fleet, Hours, NodeSpec, capacity_requests_per_s, make_node
 from marketplace.matching.simulate.policies import POLICIES, SIMULATION_RULES, Make, Matcher
 from marketplace.matching.simulate.report import Report, report
 from marketplace.matching.simulate.traces import BLOCK_TOKENS, Trace
 from marketplace.matching.simulate.world import simulate
+from marketplace.matching.types import Sort
 from marketplace.metering.pricing import Rates
 
 LLAMA_8B_FP8: Final = ModelShape(
@@ -33,8 +35,8 @@ LLAMA_8B_FP8: Final = ModelShape(
     kv_elements_per_token=65_536,
     context_train=131_072,
 )
-CHEAP_MONEY_S: Final = 4.0
-"""What money is worth to a renter who sorts by price: see SORT_FACTOR of the rules."""
+CHEAP_MONEY_S: Final = INTERACTIVE.money_s * SORT_FACTOR[Sort.PRICE]
+"""What money is worth to a renter who sorts by price."""
 LOADS: Final = (0.5, 0.8, 1.1)
 SEEDS: Final = (1, 2, 3, 4, 5)
 HOME: Final = Hours(on_s=40 * 60, off_s=25 * 60)
@@ -171,7 +173,7 @@ def cheap_matcher(fleet: Fleet, rng: Random) -> Matcher:
 
 def unguarded_matcher(fleet: Fleet, rng: Random) -> Matcher:
     """The choice of a node alone: as the simple rules, it sends everything somewhere. What the guard is worth."""
-    matcher = Matcher(fleet, rng, guarded=False)
+    matcher = Matcher(fleet, rng, replace(SIMULATION_RULES, guarded=False))
     matcher.name = "fallow, no guard"
     return matcher
 

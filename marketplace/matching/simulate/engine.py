@@ -377,8 +377,14 @@ class Engine:
         left_s = self._pace_s
         if self._ends:
             left_s -= self._decode_s(1)
-        # Attention makes a token dearer, the more stand before it.
-        chunk = int(left_s / (self._lin + 2 * self._quad * (head.prompt - head.left)))
+        # Attention makes a token dearer, the more stand before it: the burst as a whole keeps the pace.
+        chunk = 0
+        if left_s > 0.0:
+            quad = self._quad
+            first_s = self._lin + 2 * quad * (head.prompt - head.left)
+            steps = min(BURST_CHUNKS, max(1.0, head.left * (first_s + quad * head.left) / left_s))
+            tokens = (math.sqrt(first_s * first_s + 4 * quad * steps * left_s) - first_s) / (2 * quad)
+            chunk = int(tokens / steps)
         return chunk if chunk > LEAST_CHUNK_TOKENS else LEAST_CHUNK_TOKENS
 
     def _read_s(self, run: Run, tokens: int) -> float:

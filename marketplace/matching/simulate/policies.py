@@ -37,7 +37,7 @@ class Order:
         self.cached = cached
         """By node: leading tokens of the prompt in its cache."""
         self.useful_s = useful_s
-        """Seconds from now until which a first token is useful."""
+        """Seconds from now until which a first token is useful; infinite for what a node lost and moves on."""
 
 
 class Policy(Protocol):
@@ -69,13 +69,12 @@ Make = Callable[[Fleet, Random], Policy]
 
 
 class Matcher:
-    """The real matcher, and before it a guard: what it predicts to be useful nowhere now is not sent anywhere now."""
+    """The real matcher, guard included: what a gateway does with the same rules."""
 
     name = "fallow"
     wants_prefixes = True
 
-    def __init__(self, fleet: Fleet, rng: Random, rules: Rules = SIMULATION_RULES, *, guarded: bool = True) -> None:
-        self._guarded = guarded
+    def __init__(self, fleet: Fleet, rng: Random, rules: Rules = SIMULATION_RULES) -> None:
         self._index = FleetIndex(rules)
         self._rng = rng
         self._offers = [_offer(node, number, fleet) for number, node in enumerate(fleet.nodes)]
@@ -116,9 +115,6 @@ class Matcher:
         decision = self._index.choose(demand, now_s, self._rng)
         if isinstance(decision, Refusal):
             return decision
-        if self._guarded and decision.cost.ttft_s > order.useful_s:
-            self._index.release(decision.reservation, now_s)
-            return FULL
         return self._numbers[decision.offer.node_id], decision.reservation
 
     def started(self, ticket: Any, now_s: float) -> None:

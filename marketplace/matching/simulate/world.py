@@ -1,9 +1,8 @@
 """The simulation: requests arrive, a policy places them, engines work, owners come and go. Discrete events, seeded.
 
-The same seed, fleet and trace give the same result to the last digit. A request that nobody can serve now waits at the
-gateway and is tried again, until its first token could no longer be useful: then it is refused (a 503 to its
-renter). A node that goes takes what runs there along: what had no first token
-yet moves to another node at no one's cost, the rest is interrupted.
+The same seed, fleet and trace give the same result to the last digit. A request that nobody can serve now is refused at
+once (a 503 to its renter), as a gateway does. A node that goes takes what runs there along: what had no first token yet
+moves to another node at no one's cost, however late it is by then; the rest is interrupted.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from marketplace.matching.types import Refusal
 
 MAX_TRIES: Final = 10
 """Nodes that may go under one request before its first token."""
-RETRY_EVERY_S: Final = 0.5
-"""How often a request that waits is tried again. More often gained nothing in any trace: predictions change slowly."""
 MAX_CACHED_NODES: Final = 6
 """Nodes with the longest cached beginnings that a policy hears of."""
 BOUND_PART: Final = 0.99
@@ -41,7 +38,6 @@ class _Kind(IntEnum):
     FAIL = 4
     REPAIRED = 5
     REPORT = 6
-    RETRY = 7
 
 
 @dataclass(slots=True)
@@ -157,7 +153,7 @@ class _World:
             runs.append(run)
             self.unfinished += 1
             if not self._place(run, now_s):
-                self._wait(run, now_s)
+                self._refuse(run)
             if progress is not None and number % PROGRESS_EVERY == 0:
                 progress(number)
         while self.unfinished and events:
@@ -174,7 +170,10 @@ class _World:
         prompt = run.prompt
         policy = self.policy
         cached = self._cached(run.blocks) if run.blocks and policy.wants_prefixes else _NOTHING
-        useful_s = self._left_s(run, now_s)
+        target = self.fleet.target
+        useful_s = target.ttft_base_s + prompt / target.ttft_tokens_per_s - self.fleet.network_s
+        if run.tries:
+            useful_s = NEVER
         output = run.output
         bound = self.bound if self.bound > output else output
         choice = policy.choose(Order(prompt, bound, cached, useful_s), now_s)
@@ -220,20 +219,9 @@ class _World:
         found.reverse()
         return dict(found[:MAX_CACHED_NODES])
 
-    def _wait(self, run: Run, now_s: float) -> None:
-        """Try again later, or not at all any more."""
-        run.state = states.WAITING
-        left_s = self._left_s(run, now_s)
-        if left_s <= 0.0:
-            run.state = states.REFUSED
-            self.unfinished -= 1
-            return
-        heappush(self.events, (now_s + min(RETRY_EVERY_S, left_s), _Kind.RETRY, run.number, 0))
-
-    def _left_s(self, run: Run, now_s: float) -> float:
-        """Until a first token from a node would come too late to be useful."""
-        target = self.fleet.target
-        return run.at_s + target.ttft_base_s + run.prompt / target.ttft_tokens_per_s - self.fleet.network_s - now_s
+    def _refuse(self, run: Run) -> None:
+        run.state = states.REFUSED
+        self.unfinished -= 1
 
     # --- events ---------------------------------------------------------------------------------------------------
 
@@ -243,10 +231,6 @@ class _World:
             engine = self.engines[node]
             if engine.until_s == now_s:
                 self._work(engine, now_s)
-        elif kind == _Kind.RETRY:
-            run = self.outcome.runs[node]
-            if self._left_s(run, now_s) <= 0.0 or not self._place(run, now_s):
-                self._wait(run, now_s)
         elif kind == _Kind.REPORT:
             self.policy.report(now_s)
             heappush(self.events, (now_s + REPORT_EVERY_S, _Kind.REPORT, 0, 0))
@@ -340,7 +324,7 @@ class _World:
             run.tries += 1
             self.outcome.moved += 1
             if not self._place(run, now_s):
-                self._wait(run, now_s)
+                self._refuse(run)
 
     def _fail(self, node: int, now_s: float) -> None:
         """The engine dies, and is repaired: to those who use it the same as an owner who leaves."""

@@ -128,6 +128,41 @@ class TestARequestThatCannotBeServed:
 
         asyncio.run(story())
 
+    def test_that_would_come_too_late_everywhere_says_both_times_and_when_to_come_back(
+        self, settings: Settings, session_factory: SessionFactory
+    ) -> None:
+        renter = add_renter(session_factory)
+        # A prompt takes half of the useful time here: the third one to wait is one too many.
+        eager = settings.model_copy(update={"first_token_s": 0.5, "first_token_tokens_per_s": 1e9})
+
+        async def story() -> None:
+            async with world(eager, session_factory) as market:
+                agent = await market.connect(thinks, slots=64, prefill_tokens_per_s=200.0)
+                waiting, refused = [], None
+                for number in range(20):
+                    asked = asyncio.ensure_future(post(market, renter, chat_body()))
+                    waiting.append(asked)
+                    await until(lambda asked=asked, number=number: asked.done() or len(agent.runs) > number)
+                    if asked.done():
+                        refused = waiting.pop().result()
+                        break
+                assert waiting
+                assert refused is not None
+                status, headers, body = refused
+                error = body["error"]
+                assert (status, error["code"], error["refused"]) == (503, "no_capacity", {"late": 1})
+                assert error["predicted_ttft_s"] > error["useful_ttft_s"] >= 0.5
+                assert "first token would come too late" in error["message"]
+                assert "POST /v1/jobs" in error["message"]
+                assert 1 <= int(headers["retry-after"]) <= 60
+                for asked in waiting:
+                    asked.cancel()
+                await asyncio.gather(*waiting, return_exceptions=True)
+                await market.settled()
+                assert market.books.credit(renter).held_nano == 0
+
+        asyncio.run(story())
+
     def test_with_a_prompt_over_the_slot_is_400_before_any_charge(
         self, settings: Settings, session_factory: SessionFactory
     ) -> None:

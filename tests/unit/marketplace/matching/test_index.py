@@ -17,6 +17,7 @@ from marketplace.matching.types import DataTerms, Demand, Filter, OfferView, Rat
 from tests.fleet_world import VARIANT_ID, demand, offer_view
 
 SEED = 20_260_202
+UNGUARDED = Rules(guarded=False)
 NOW = 1_000.0
 
 
@@ -255,7 +256,8 @@ class TestCases:
 
     def test_a_burst_sees_its_own_picks(self) -> None:
         index, rng = index_of(*(offer_view(slots=16) for _ in range(8))), Random(SEED)
-        shares = Counter(pick(index, demand(), rng).offer.node_id for _ in range(64))
+        ready = demand(ttft_target_s=10.0)
+        shares = Counter(pick(index, ready, rng).offer.node_id for _ in range(64))
         assert set(shares.values()) == {8}
 
     def test_equal_offers_get_shares_within_a_binomial_99_percent(self) -> None:
@@ -360,7 +362,7 @@ class TestCases:
 
     def test_five_decoders_are_all_used_before_any_queues(self) -> None:
         for requests in (256, 512):
-            index, rng = index_of(*(offer_view(slots=128) for _ in range(5))), Random(requests)
+            index, rng = index_of(*(offer_view(slots=128) for _ in range(5)), rules=UNGUARDED), Random(requests)
             busy: Counter[UUID] = Counter()
             for number in range(requests):
                 busy[pick(index, demand(), rng).offer.node_id] += 1

@@ -93,7 +93,7 @@ class TestFilters:
 
 class TestInteractive:
     def test_takes_the_faster_first_token(self) -> None:
-        slow, fast = offer_view(prefill_tokens_per_s=20.0), offer_view(prefill_tokens_per_s=2_000.0)
+        slow, fast = offer_view(prefill_tokens_per_s=200.0), offer_view(prefill_tokens_per_s=2_000.0)
         ranked = rank([slow, fast], demand(), Random(SEED))
         assert ranked.offers == (fast, slow)
         assert ranked.ttft_s[0] < ranked.ttft_s[1]

@@ -157,7 +157,7 @@ class TestMatching:
 
     def test_what_cannot_be_useful_in_time_is_refused_rather_than_spoiling_others(self) -> None:
         trace = Trace("flood", tuple(Request(0.01 * n, 2000, 20) for n in range(300)))
-        fleet = fleet_of(*nodes(2))
+        fleet = fleet_of(*nodes(2, "A100-80 SXM"))
         ours, theirs = (report(simulate(fleet, trace, POLICIES[name], 1)) for name in ("fallow", "least-outstanding"))
         assert ours.refused > 100
         assert ours.in_time > 2 * theirs.in_time
@@ -171,7 +171,8 @@ class TestMatching:
             best = max(one.in_time for name, one in made.items() if name != "fallow")
             assert made["fallow"].in_time > best, pattern.name
             if pattern is CONVERSATION:  # So short a run of the others says little about who is busiest.
-                assert made["fallow"].busiest_over_mean < 1.3
+                busy = [kind for kind in made["fallow"].kinds if kind.use.busy > 0.1]
+                assert max(kind.busiest_over_mean for kind in busy) < 1.3
 
 
 @pytest.fixture(scope="module")
