@@ -91,7 +91,7 @@ def want(demand: Demand, rules: Rules, usual: Rates) -> Want:
         demand,
         prompt,
         output,
-        TARGET_MARGIN * ttft_target_s(demand, rules),
+        ttft_target_s(demand, rules),
         TARGET_MARGIN * tpot_s,
         price_s,
         price_s / reference if reference else 0.0,

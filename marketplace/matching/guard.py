@@ -22,7 +22,6 @@ from typing import Final
 
 from marketplace.matching.cost import OVERHEAD_S, PACE_S, Cost, Want
 from marketplace.matching.live import Live
-from marketplace.matching.rules import TARGET_MARGIN
 from marketplace.matching.types import Filter, Late, OfferView, Refusal
 
 PATIENCE: Final = 4.0
@@ -42,7 +41,7 @@ def allowed_s(wanted: Want, idle_s: float) -> float:
     fastest would take if nothing ran there."""
     if wanted.queued:
         return math.inf
-    target_s = wanted.useful_ttft_s / TARGET_MARGIN
+    target_s = wanted.useful_ttft_s
     spare = 1.0 - idle_s / target_s
     return max(target_s, PATIENCE * idle_s / spare) if spare > 0.0 else math.inf
 

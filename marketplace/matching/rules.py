@@ -100,7 +100,8 @@ class Rules:
 DEFAULT_RULES: Final = Rules()
 TPOT_TARGET_S: Final = 0.08
 TARGET_MARGIN: Final = 0.8
-"""A prediction may be a fifth off; what comes closer to the target than that counts as late."""
+"""Of the target per token: what comes closer to it than that counts as slow, for who comes later slows it more. A first
+token only depends on who came before, and may use all of its time."""
 
 
 def ttft_target_s(demand: Demand, rules: Rules) -> float:
