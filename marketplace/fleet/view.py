@@ -100,6 +100,12 @@ class FleetView:
         if reservation is not None:
             self.index.started(reservation, self._clock())
 
+    def wrote(self, attempt_id: UUID, tokens: int) -> None:
+        """An attempt's answer ended of itself after so many tokens."""
+        reservation = self._weighed.get(attempt_id)
+        if reservation is not None:
+            self.index.wrote(reservation, tokens)
+
     def largest_context(self, variant_id: UUID) -> int:
         """Tokens of the largest slot that serves a variant, whatever its state; 0 for none."""
         return self.index.largest_context(variant_id)

@@ -431,6 +431,8 @@ class Execution:
         if run.report is not None:
             self._send(run, ReportAck(run.attempt_id, run.epoch))
         self._services.fleet.links.close(attempt_id)
+        if run.ending is Ending.FINISHED:
+            self._services.fleet.view.wrote(attempt_id, run.token_count)
         self.run = None
         if run.reported:
             self._services.in_background(self._services.fleet.reservations.release(run.offer, attempt_id))

@@ -77,10 +77,12 @@ _make = tuple.__new__
 """What a named tuple's own constructor does, without the frame of a function."""
 
 
-def want(demand: Demand, rules: Rules, usual: Rates) -> Want:
-    """Prepare a demand. `usual` is what its variant usually costs."""
+def want(demand: Demand, rules: Rules, usual: Rates, likely_output: int | None = None) -> Want:
+    """Prepare a demand. `usual` is what its variant usually costs, `likely_output` how long its answer will be as far
+    as anybody can say; None: as long as it may be."""
     weights = rules.weights(demand.service)
-    prompt, output = demand.prompt_tokens, demand.max_output_tokens
+    prompt = demand.prompt_tokens
+    output = likely_output if likely_output is not None else demand.max_output_tokens
     reading = prompt * usual.input
     reference = reading + output * usual.output
     price_s = price_worth_s(demand, rules, prompt)

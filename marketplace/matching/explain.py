@@ -112,7 +112,7 @@ _PARTS: Final = {
 
 def explain(index: FleetIndex, demand: Demand, now_s: float, *, resting: frozenset[UUID] = _NOBODY) -> Explanation:
     """Look at every offer of the demand's variant."""
-    wanted = want(demand, index.rules, index.usual(demand.variant_id))
+    wanted = want(demand, index.rules, index.usual(demand.variant_id), index.likely_output(demand))
     fitting: list[tuple[Live, Cost, float]] = []
     reasons: list[tuple[UUID, Filter | None]] = []
     for live in index.lives(demand.variant_id):
@@ -220,7 +220,7 @@ def idle_hour(index: FleetIndex, offer_id: UUID, lost: Iterable[Lost], now_s: fl
         demands += 1
         cause: Filter | Cause | None = refusal_of(view, item.demand, index.rules)
         if cause is None:
-            wanted = want(item.demand, index.rules, usual)
+            wanted = want(item.demand, index.rules, usual, index.likely_output(item.demand))
             cost = cost_of(live, wanted, now_s, cached_at(live, item.demand))
             cause = _behind(split(live, cost, wanted, now_s), item.winner)
         causes[cause] = causes.get(cause, 0) + 1

@@ -52,6 +52,11 @@ EXACT_REFUSALS: Final = 100
 """In a larger market a refusal is counted by cells."""
 MAX_ORDERS: Final = 512
 MIX_STEPS: Final = 8
+UNKNOWN_OUTPUT_TOKENS: Final = 512
+"""What an answer is taken for where none was seen yet."""
+LIKELY_PART: Final = 1.5
+"""Of the mean answer, what is expected of the next: memory that is short costs more than some that is spare."""
+REMEMBERED_ANSWERS: Final = 200
 _NOBODY: Final[frozenset[UUID]] = frozenset()
 _NO_NODES: Final[dict[UUID, list[Live]]] = {}
 
@@ -100,7 +105,18 @@ class _Sieve(NamedTuple):
 class _Market:
     """One variant."""
 
-    __slots__ = ("_usual", "by_node", "cells", "changes", "contexts", "lives", "orders", "tidy_at")
+    __slots__ = (
+        "_usual",
+        "answers",
+        "by_node",
+        "cells",
+        "changes",
+        "contexts",
+        "lives",
+        "mean_output",
+        "orders",
+        "tidy_at",
+    )
 
     def __init__(self) -> None:
         self.cells: dict[Key, Cell] = {}
@@ -113,6 +129,18 @@ class _Market:
         """With so many cells, the empty ones are looked for and dropped."""
         self.orders: dict[tuple[object, ...], list[tuple[float, Cell]]] = {}
         self._usual: Rates | None = None
+        self.answers = 0
+        self.mean_output = UNKNOWN_OUTPUT_TOKENS / LIKELY_PART
+        """Tokens of the latest answers."""
+
+    def likely_output(self, demand: Demand) -> int:
+        """How long an answer will be as far as anybody can say: renters bound answers far above what they get."""
+        return min(demand.max_output_tokens, math.ceil(LIKELY_PART * self.mean_output))
+
+    def wrote(self, tokens: int) -> None:
+        """An answer ended after so many tokens."""
+        self.answers += 1
+        self.mean_output += (tokens - self.mean_output) / min(self.answers, REMEMBERED_ANSWERS)
 
     def usual(self) -> Rates:
         """The median of what is asked for input and for output; zero where nothing is."""
@@ -244,7 +272,7 @@ class FleetIndex:
                 place = pick_place(found, wanted, rng, hidden)
         live, cost, _ = found[place]
         self._recent_picks += 1.0
-        reservation = self._dispatch(live, demand.slot_tokens, cost.work_s, now_s)
+        reservation = self._dispatch(live, _held_tokens(demand, wanted.output), cost.work_s, now_s)
         live.busy += 1
         self._stand(live)
         return Chosen(live.offer, reservation, cost, len(found))
@@ -275,7 +303,7 @@ class FleetIndex:
         market = self._markets.get(demand.variant_id)
         if market is None:
             return []
-        wanted = want(demand, self.rules, market.usual())
+        wanted = want(demand, self.rules, market.usual(), market.likely_output(demand))
         sieve = self._sieve(market, wanted, now_s, resting)
         return [
             live.offer.offer_id
@@ -296,13 +324,21 @@ class FleetIndex:
         self._hidden_picks(now_s)
         self._recent_picks += 1.0
         work_s = live.read_s(demand.prompt_tokens, cached_at(live, demand))
-        return self._dispatch(live, demand.slot_tokens, work_s, now_s)
+        likely = self._markets[live.offer.variant_id].likely_output(demand)
+        return self._dispatch(live, _held_tokens(demand, likely), work_s, now_s)
 
     def started(self, reservation: Reservation, now_s: float) -> None:
         """The first token came: prompts before it are read."""
         if reservation.live is not None:
             reservation.live.started(reservation.mark_s, now_s)
             reservation.work_s = 0.0
+
+    def wrote(self, reservation: Reservation, tokens: int) -> None:
+        """The answer ended after so many tokens: what the next ones are expected to have. Before its release."""
+        live = reservation.live
+        market = self._markets.get(live.offer.variant_id) if live is not None else None
+        if market is not None:
+            market.wrote(tokens)
 
     def release(self, reservation: Reservation, now_s: float, *, slot: bool = True) -> None:
         """The request ended, however. `slot` is False where `dispatched` made it. Releasing twice does nothing more."""
@@ -355,13 +391,18 @@ class FleetIndex:
         market = self._markets.get(variant_id)
         return market.usual() if market is not None else NO_RATES
 
+    def likely_output(self, demand: Demand) -> int:
+        """How long its answer will be as far as anybody can say."""
+        market = self._markets.get(demand.variant_id)
+        return market.likely_output(demand) if market is not None else demand.max_output_tokens
+
     # --- inside: looking ------------------------------------------------------------------------------------------
 
     def _look(self, demand: Demand, now_s: float, rng: Random, resting: frozenset[UUID]) -> tuple[list[Found], Want]:
         market = self._markets.get(demand.variant_id)
         if market is None:
             return [], want(demand, self.rules, NO_RATES)
-        wanted = want(demand, self.rules, market.usual())
+        wanted = want(demand, self.rules, market.usual(), market.likely_output(demand))
         sieve = self._sieve(market, wanted, now_s, resting)
         found: list[Found] = []
         best = math.inf
@@ -609,3 +650,8 @@ class FleetIndex:
     def _dispatch(self, live: Live, tokens: int, work_s: float, now_s: float) -> Reservation:
         live.dispatch(work_s, tokens, now_s)
         return Reservation(live, tokens, work_s, live.prefill_total_s)
+
+
+def _held_tokens(demand: Demand, output_tokens: int) -> int:
+    """Context that a demand takes while it runs, if its answer has so many tokens."""
+    return demand.longest_input_tokens or demand.prompt_tokens + output_tokens

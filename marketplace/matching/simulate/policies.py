@@ -61,8 +61,8 @@ class Policy(Protocol):
     def started(self, ticket: Any, now_s: float) -> None:
         """Its first token came."""
 
-    def ended(self, ticket: Any, now_s: float) -> None:
-        """It is over, however."""
+    def ended(self, ticket: Any, now_s: float, output: int | None) -> None:
+        """It is over: after an answer of so many tokens, or None: cut off."""
 
 
 Make = Callable[[Fleet, Random], Policy]
@@ -120,7 +120,9 @@ class Matcher:
     def started(self, ticket: Any, now_s: float) -> None:
         self._index.started(ticket, now_s)
 
-    def ended(self, ticket: Any, now_s: float) -> None:
+    def ended(self, ticket: Any, now_s: float, output: int | None) -> None:
+        if output is not None:
+            self._index.wrote(ticket, output)
         self._index.release(ticket, now_s)
 
 
@@ -215,8 +217,8 @@ class _Counting(ABC):
         """They do not care."""
         del ticket, now_s
 
-    def ended(self, ticket: Any, now_s: float) -> None:
-        del now_s
+    def ended(self, ticket: Any, now_s: float, output: int | None) -> None:
+        del now_s, output
         node, life, size = ticket
         if life == self._lives[node]:
             self._busy[node] -= 1

@@ -270,7 +270,7 @@ class _World:
         node = run.node
         run.end_s = now_s
         run.state = states.DONE
-        self.policy.ended(run.ticket, now_s)
+        self.policy.ended(run.ticket, now_s, run.output)
         self.unfinished -= 1
         del self.sent[node][run.number]
         self.open[node] -= 1
@@ -314,7 +314,7 @@ class _World:
         self.open[node] = 0
         gone, self.sent[node] = list(self.sent[node].values()), {}
         for run in gone:
-            self.policy.ended(run.ticket, now_s)
+            self.policy.ended(run.ticket, now_s, None)
             if run.first_s != NEVER or run.tries >= MAX_TRIES:
                 run.state = states.INTERRUPTED
                 run.end_s = now_s

@@ -376,3 +376,34 @@ class TestCases:
         short = pick(index, demand(prompt_tokens=101), rng, NOW + 2.0)
         assert short.offer is not long.offer
         assert short.cost.ttft_s < 2.0
+
+
+class TestLikelyAnswers:
+    def test_are_as_long_as_the_latest_were_and_never_over_the_bound(self) -> None:
+        index, asked = index_of(offer_view(slots=64, context_per_slot=8_192)), demand(max_output_tokens=4_000)
+        assert index.likely_output(asked) == 512
+        for _ in range(20):
+            chosen = pick(index, asked, Random(1))
+            index.wrote(chosen.reservation, 100)
+            index.release(chosen.reservation, NOW)
+        assert index.likely_output(asked) == 150
+        assert index.likely_output(demand(max_output_tokens=80)) == 80
+
+    def test_make_room_that_bounds_alone_would_deny(self) -> None:
+        offer = offer_view(slots=64, kv_tokens=20_000, kv_step_s_per_token=1e-7, context_per_slot=20_000)
+        wide = demand(max_output_tokens=4_000)
+        index = index_of(offer)
+        first = pick(index, wide, Random(1))
+        index.wrote(first.reservation, 100)
+        taken = 0
+        while taken < 64 and isinstance(index.choose(wide, NOW + 0.2 * taken, Random(1)), Chosen):
+            taken += 1
+        assert taken > 20
+
+    def test_of_a_variant_that_is_gone_are_forgotten(self) -> None:
+        offer = offer_view()
+        index = index_of(offer)
+        chosen = pick(index, demand(), Random(1))
+        index.remove(offer.offer_id)
+        index.wrote(chosen.reservation, 10)
+        assert index.likely_output(demand(max_output_tokens=900)) == 900
