@@ -28,7 +28,7 @@ class NoCapacity(Unavailable):
         more: dict[str, Any] = {}
         if refusal.late is not None:
             wait_s = refusal.late.retry_after_s
-            cure = f" Try again in {wait_s} s, or let it wait for its turn: POST /v1/jobs."
+            cure = f" Try again in {wait_s} s, or let it wait for its turn: service_tier flex, or POST /v1/jobs."
             more = {
                 "predicted_ttft_s": round(refusal.late.soonest_s, 3),
                 "useful_ttft_s": round(refusal.late.useful_s, 3),
