@@ -25,6 +25,9 @@ def explain_request(services: Services, measured: Measured, demand: Demand) -> d
         "why": told.sentence(),
         "nodes": told.nodes,
         "fitting": told.fitting,
+        "late": {"predicted_ttft_s": round(told.late.soonest_s, 3), "useful_ttft_s": round(told.late.useful_s, 3)}
+        if told.late is not None
+        else None,
         "refused": {reason.value: count for reason, count in told.refusal.refused.items()},
         "tied": told.tied,
         "best": _best(told),

@@ -6,6 +6,7 @@ it, and nodes refused and nodes fitting add up to all nodes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,10 +14,11 @@ from typing import Final
 from uuid import UUID
 
 from marketplace.matching.cost import AGE_WEIGHT, Cost, Want, cost_of, want
+from marketplace.matching.guard import allowed_s, idle_read_s, timely, too_late
 from marketplace.matching.index import FleetIndex
 from marketplace.matching.live import Live
 from marketplace.matching.rank import cached_at, refusal_of, refusals, tied_places
-from marketplace.matching.types import Demand, Filter, OfferView, Refusal
+from marketplace.matching.types import Demand, Filter, Late, OfferView, Refusal
 
 BEST: Final = 5
 TIE_S: Final = 0.02
@@ -68,11 +70,16 @@ class Explanation:
     best: tuple[Candidate, ...]
     tied: int
     """So many of all fitting offers are as good as the best; load and chance decide between them."""
+    late: Late | None = None
+    """Set where all that fit would come too late: then the demand is refused (see guard)."""
 
     def sentence(self) -> str:
         """Why the first one, in words for a person."""
         if not self.best:
             return f"Nothing fits: {self.refusal.sentence()}."
+        if self.late is not None:
+            fits = f"{self.fitting} of {self.nodes} nodes would fit"
+            return f"Refused: the first token would come too late, {self.late.sentence()}; {fits}."
         first = self.best[0]
         words = [f"{self.fitting} of {self.nodes} nodes fit"]
         if self.refusal.refused:
@@ -115,11 +122,16 @@ def explain(index: FleetIndex, demand: Demand, now_s: float, *, resting: frozens
     wanted = want(demand, index.rules, index.usual(demand.variant_id), index.likely_output(demand))
     fitting: list[tuple[Live, Cost, float]] = []
     reasons: list[tuple[UUID, Filter | None]] = []
+    speeds: list[tuple[float, float, float]] = []
     for live in index.lives(demand.variant_id):
         reason = refusal_of(index.view(live, now_s), demand, index.rules, resting)
         reasons.append((live.offer.node_id, reason))
+        if reason is None or reason is Filter.FULL:
+            speeds.append((live.cold_s, live.prefill_s, live.step_s))
         if reason is None:
             fitting.append((live, cost_of(live, wanted, now_s, cached_at(live, demand)), 1.0))
+    within_s = allowed_s(wanted, idle_read_s(wanted.prompt, speeds)) if index.rules.guarded else math.inf
+    late = bool(fitting) and not timely(fitting, within_s)
     fitting.sort(key=lambda item: item[1].total_s)
     return Explanation(
         nodes=len({node_id for node_id, _ in reasons}),
@@ -127,6 +139,7 @@ def explain(index: FleetIndex, demand: Demand, now_s: float, *, resting: frozens
         refusal=refusals(reasons),
         best=tuple(_candidate(index, live, cost, wanted, now_s) for live, cost, _ in fitting[:BEST]),
         tied=len(tied_places(fitting, wanted)) if fitting else 0,
+        late=too_late(fitting, within_s).late if late else None,
     )
 
 

@@ -186,6 +186,10 @@ class Late:
     soonest_s: float
     useful_s: float
 
+    def sentence(self) -> str:
+        """`after 2.3 s at the soonest, useful within 1.5 s`."""
+        return f"after {self.soonest_s:.1f} s at the soonest, useful within {self.useful_s:.1f} s"
+
     @property
     def retry_after_s(self) -> int:
         """In so long there is room, if nobody else comes: what is ahead is read by then."""
@@ -219,7 +223,7 @@ class Refusal:
         counted = ("" if self.exact else "about ") + "; ".join(parts)
         if self.late is None:
             return counted
-        return f"{counted}: after {self.late.soonest_s:.1f} s at the soonest, useful within {self.late.useful_s:.1f} s"
+        return f"{counted}, {self.late.sentence()}"
 
 
 CURABLE = frozenset(

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marketplace.matching.cost import want
+from marketplace.matching.explain import explain
 from marketplace.matching.guard import allowed_s, idle_read_s
 from marketplace.matching.index import Chosen, FleetIndex
 from marketplace.matching.rank import rank
@@ -50,7 +51,7 @@ class TestQueues:
         assert refusal.late is not None
         assert refusal.late.soonest_s > refusal.late.useful_s
         assert not refusal.hopeless
-        assert refusal.sentence().startswith("about 2 nodes: first token would come too late: after ")
+        assert refusal.sentence().startswith("about 2 nodes: first token would come too late, after ")
 
     def test_says_when_there_will_be_room_and_keeps_its_word(self) -> None:
         index = index_of(offer_view(**FAST))
@@ -73,6 +74,15 @@ class TestQueues:
         flood(index, demand(prompt_tokens=400))
         assert isinstance(index.choose(demand(prompt_tokens=400), NOW, Random(1)), Refusal)
         assert isinstance(index.choose(LONG, NOW, Random(1)), Chosen)
+
+    def test_an_explanation_says_so_too(self) -> None:
+        index = index_of(offer_view(**FAST), offer_view(**FAST))
+        assert explain(index, LONG, NOW).late is None
+        flood(index, LONG)
+        told = explain(index, LONG, NOW)
+        assert told.late is not None
+        assert told.fitting == 2
+        assert told.sentence().startswith("Refused: the first token would come too late, after ")
 
     def test_takes_the_dearer_one_that_is_in_time(self) -> None:
         cheap, dear = offer_view(**FAST, rates=Rates(1, 0, 1)), offer_view(**FAST, rates=Rates(1_000, 0, 1_000))
