@@ -110,6 +110,9 @@ def benchmark_command(
     strict: Annotated[
         bool, typer.Option("--strict", help="A tighter bound: half-second slices, prompts read by their target.")
     ] = False,
+    half: Annotated[
+        str, typer.Option(help="odd (what was tuned on) or even (held out): every other twentieth of each trace.")
+    ] = "",
     out: OutOption = None,
     plots: PlotOption = True,
 ) -> None:
@@ -119,9 +122,13 @@ def benchmark_command(
     def bound(fleet: Fleet, trace: Trace, seed: int) -> float:
         return bounds.hindsight(fleet, trace, seed, strict=strict).tokens_per_s  # type: ignore[no-any-return]
 
+    if half not in ("", "odd", "even"):
+        _fail("--half is odd or even")
     every: list[Cell] = []
     for path in only or _public_traces():
         trace = _read(path)
+        if half:
+            trace = trace.half(odd=half == "odd")
         mine: list[Cell] = []
         with _spinning() as say:
             for cell, _ in run_benchmark(

@@ -26,6 +26,7 @@ BLOCK_TOKENS: Final = 512
 MAX_REQUESTS: Final = 5_000_000
 MAX_TOKENS: Final = 10_000_000
 """Of one prompt or one answer; more is a broken line."""
+HALF_WINDOWS: Final = 20
 FOLDER_VARIABLE: Final = "FALLOW_TRACES"
 AZURE_CODE: Final = "azure_llm_2023_code.csv"
 AZURE_CONV: Final = "azure_llm_2023_conv.csv"
@@ -81,6 +82,22 @@ class Trace:
     def first(self, count: int) -> Trace:
         """Its first requests."""
         return Trace(self.name, self.requests[:count])
+
+    def half(self, *, odd: bool) -> Trace:
+        """Every other of HALF_WINDOWS equal stretches of time, put end to end: the even ones or the odd ones. What is
+        tuned on one half can be judged on the other."""
+        if self.duration_s == 0:
+            return self
+        start_s = self.requests[0].at_s
+        stretch_s = self.duration_s / HALF_WINDOWS
+        kept = []
+        for request in self.requests:
+            place = min(HALF_WINDOWS - 1, int((request.at_s - start_s) / stretch_s))
+            if place % 2 == odd:
+                # As many stretches were left out as there are of the other half before it.
+                left_out = place - place // 2
+                kept.append(replace(request, at_s=request.at_s - left_out * stretch_s))
+        return Trace(f"{self.name} ({'odd' if odd else 'even'} half)", tuple(kept))
 
 
 def traces_folder() -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,17 @@ def rate_spread(trace: Trace, seconds: int) -> float:
         counts[int(request.at_s) // seconds] += 1
     mean = sum(counts) / len(counts)
     return sum((count - mean) ** 2 for count in counts) / len(counts) / mean
+
+    def test_the_halves_make_up_the_whole_and_keep_its_pace(self) -> None:
+        whole = generate(CONVERSATION, 600, 3)
+        odd, even = whole.half(odd=True), whole.half(odd=False)
+        assert len(odd.requests) + len(even.requests) == len(whole.requests)
+        sizes = sorted((r.prompt_tokens, r.output_tokens) for r in (*odd.requests, *even.requests))
+        assert sizes == sorted((r.prompt_tokens, r.output_tokens) for r in whole.requests)
+        for half in (odd, even):
+            assert half.duration_s == pytest.approx(whole.duration_s / 2, rel=0.1)
+            assert all(a.at_s <= b.at_s for a, b in pairwise(half.requests))
+            assert half.name != whole.name
 
 
 class TestGenerator:
