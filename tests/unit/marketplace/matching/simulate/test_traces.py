@@ -92,15 +92,6 @@ class TestScaling:
         with pytest.raises(ValueError, match="above zero"):
             trace.at_rate(0)
 
-
-def rate_spread(trace: Trace, seconds: int) -> float:
-    """Variance over mean of arrivals in windows: 1 for a Poisson process."""
-    counts = [0] * (int(trace.duration_s) // seconds + 1)
-    for request in trace.requests:
-        counts[int(request.at_s) // seconds] += 1
-    mean = sum(counts) / len(counts)
-    return sum((count - mean) ** 2 for count in counts) / len(counts) / mean
-
     def test_the_halves_make_up_the_whole_and_keep_its_pace(self) -> None:
         whole = generate(CONVERSATION, 600, 3)
         odd, even = whole.half(odd=True), whole.half(odd=False)
@@ -111,6 +102,15 @@ def rate_spread(trace: Trace, seconds: int) -> float:
             assert half.duration_s == pytest.approx(whole.duration_s / 2, rel=0.1)
             assert all(a.at_s <= b.at_s for a, b in pairwise(half.requests))
             assert half.name != whole.name
+
+
+def rate_spread(trace: Trace, seconds: int) -> float:
+    """Variance over mean of arrivals in windows: 1 for a Poisson process."""
+    counts = [0] * (int(trace.duration_s) // seconds + 1)
+    for request in trace.requests:
+        counts[int(request.at_s) // seconds] += 1
+    mean = sum(counts) / len(counts)
+    return sum((count - mean) ** 2 for count in counts) / len(counts) / mean
 
 
 class TestGenerator:
