@@ -10,7 +10,7 @@ import asyncio
 import re
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -165,8 +165,9 @@ class HttpEngine:
         """Stream one answer. Raises EngineError. Closing the iterator stops the engine's work on it."""
         deadline = asyncio.get_running_loop().time() + request.timeout_s
         if embed_wire.is_embedding(request):
-            async for event in self._embed(request, deadline):
-                yield event
+            async with aclosing(self._embed(request, deadline)) as events:
+                async for event in events:
+                    yield event
             return
         with self._seated(request) as extra:
             name = secrets.token_hex(16) if self._dialect.abort_field else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -140,15 +140,17 @@ class InlineSimulatedEngine:
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineEvent]:
         """As agent.engines.port says."""
         if not is_embedding(request):
-            async for event in self._stream(request):
-                yield event
+            async with aclosing(self._stream(request)) as events:
+                async for event in events:
+                    yield event
             return
         for index, each in enumerate(inputs_of(request)):
             body: dict[str, object] = {"prompt": text_of(each)}
-            async for event in self._stream(replace(request, body=body, max_output_tokens=1)):
-                if isinstance(event, Done) and event.finish_reason:
-                    vector = embed(each, self._alive().dimensions)
-                    yield Embedded(index, len(vector), little_endian(vector))
+            async with aclosing(self._stream(replace(request, body=body, max_output_tokens=1))) as events:
+                async for event in events:
+                    if isinstance(event, Done) and event.finish_reason:
+                        vector = embed(each, self._alive().dimensions)
+                        yield Embedded(index, len(vector), little_endian(vector))
         yield Done("stop")
 
     async def _stream(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:

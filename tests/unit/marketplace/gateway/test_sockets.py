@@ -195,6 +195,8 @@ class TestWhatMayNotBe:
             b"\x83" + binary(b"no such opcode")[1:],
             frame(Opcode.CONT, b"of nothing"),
         ],
+        # Masks are random, and names must not be.
+        ids=["unmasked", "too long", "within another", "reserved bit", "no such opcode", "nothing to go on from"],
     )
     def test_it_ends_the_connection_and_hands_over_nothing(self, wrong: bytes) -> None:
         async def act() -> None:
