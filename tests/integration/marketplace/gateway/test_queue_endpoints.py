@@ -68,6 +68,7 @@ class FakeVariant:
     model_id: str = MODEL
     training_context: int = 2_048
     default_max_output: int = 256
+    task: str = "chat"
 
     async def count_prompt_async(self, messages: Any, tools: Any = None) -> PromptCount:
         return PromptCount(PROMPT_TOKENS, list(range(PROMPT_TOKENS)))
