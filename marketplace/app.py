@@ -43,6 +43,7 @@ from marketplace.gateway.surface import SURFACES
 from marketplace.gateway.traces import Traces
 from marketplace.gateway.waiting import WaitingClients
 from marketplace.gateway.webhooks import endpoints as webhook_endpoints
+from marketplace.gateway.webhooks.checks import AddressChecks
 from marketplace.gateway.webhooks.service import warn_of_private
 from marketplace.jobs.sweeping import BATCHES_ENDPOINT, JOBS_ENDPOINT
 from marketplace.jobs.writer import HotWriter
@@ -76,6 +77,7 @@ def create_app(settings: Settings) -> Gateway:
         signatures=ReceiptSignatures(session_factory),
         pulse=Pulse(settings, writer, fleet.links, fleet.reservations),
         load=Load(lambda: writer.waiting, most_requests=settings.requests_at_once),
+        addresses=AddressChecks(allow_private=settings.webhook_allow_private),
         waiting=WaitingClients(
             session_factory,
             lease_s=settings.lease_s,
@@ -197,6 +199,7 @@ class Gateway:
         await services.pulse.wait_idle(LAST_WORDS_S)
         await services.settle_background(LAST_WORDS_S)
         await services.schemas.close()
+        services.addresses.close()
         await services.pulse.stop()
         await services.load.stop()
         if services.notes is not None:

@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from typing import Any, Final
 from uuid import UUID
 
-from sqlalchemy import case, delete, func, select, text
+from sqlalchemy import Select, case, delete, func, select, text
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
@@ -115,13 +115,14 @@ def create_key(
     """A new key of an organisation, and its secret, which exists nowhere else afterwards.
 
     `models` and `networks` (CIDR blocks) None: all of them; `routing`: see gateway.choice. A key for a member has none
-    but roles that the member has. Raises UnknownOrganisation, and InvalidAccount for what cannot be.
+    but roles that the member has. Raises UnknownOrganisation, UnknownMember if the member was taken out meanwhile, and
+    InvalidAccount for what cannot be.
     """
     _check_key(roles, requests_per_minute, parallel_requests, expires_in)
     if tokens_per_minute is not None and not 1 <= tokens_per_minute <= MAX_TOKENS_PER_MINUTE:
         raise InvalidAccount(f"Tokens a minute are 1 to {MAX_TOKENS_PER_MINUTE}.", param="tokens_per_minute")
-    if member is not None and (member.organisation_id != organisation_id or not set(roles) <= set(member.roles)):
-        raise InvalidAccount(f"{member.email} has the roles {', '.join(member.roles)} only.", param="roles")
+    if member is not None:
+        _check_member(session, member, organisation_id, roles)
     if session.get(Organisation, organisation_id) is None:
         raise UnknownOrganisation(f"There is no organisation with the id {organisation_id}.", param="organisation")
     secret = keys.new_secret()
@@ -223,7 +224,7 @@ def add_member(session: Session, organisation_id: UUID, email: str, roles: Colle
             index_elements=[Member.organisation_id, Member.email], set_={"roles": sorted(set(roles))}
         )
     )
-    member = find_member(session, organisation_id, email)
+    member = _locked_member(session, organisation_id, email)
     for key in _keys_of(session, member):
         if not set(key.roles) <= set(roles):
             revoke_key(session, key.id)
@@ -232,16 +233,12 @@ def add_member(session: Session, organisation_id: UUID, email: str, roles: Colle
 
 def find_member(session: Session, organisation_id: UUID, email: str) -> Member:
     """The member with this address. Raises UnknownMember."""
-    query = select(Member).where(Member.organisation_id == organisation_id, Member.email == email.strip().lower())
-    found = session.scalars(query.execution_options(populate_existing=True)).one_or_none()
-    if found is None:
-        raise UnknownMember(f"There is no member {email[:80]!r}.", param="email")
-    return found
+    return _one_member(session, _by_address(organisation_id, email), email)
 
 
 def remove_member(session: Session, organisation_id: UUID, email: str) -> int:
     """Take a person out and revoke the keys that were made for them. Returns how many. Raises UnknownMember."""
-    member = find_member(session, organisation_id, email)
+    member = _locked_member(session, organisation_id, email)
     keys_of = _keys_of(session, member)
     for key in keys_of:
         revoke_key(session, key.id)
@@ -254,6 +251,30 @@ def list_members(session: Session, organisation_id: UUID, *, limit: int = MAX_LI
     """Members of an organisation by address."""
     query = select(Member).where(Member.organisation_id == organisation_id).order_by(Member.email)
     return session.scalars(query.limit(min(limit, MAX_LISTED))).all()
+
+
+def _by_address(organisation_id: UUID, email: str) -> Select[Member]:
+    return select(Member).where(Member.organisation_id == organisation_id, Member.email == email.strip().lower())
+
+
+def _one_member(session: Session, query: Select[Member], email: str) -> Member:
+    found = session.scalars(query.execution_options(populate_existing=True)).one_or_none()
+    if found is None:
+        raise UnknownMember(f"There is no member {email[:80]!r}.", param="email")
+    return found
+
+
+def _locked_member(session: Session, organisation_id: UUID, email: str) -> Member:
+    """A member whose keys are about to be looked at: whoever makes one just now ends first."""
+    return _one_member(session, _by_address(organisation_id, email).with_for_update(), email)
+
+
+def _check_member(session: Session, member: Member, organisation_id: UUID, roles: Collection[str]) -> None:
+    # As they are now, and stay until the key is written: it must not outlive a membership that ends meanwhile.
+    query = select(Member).where(Member.id == member.id).with_for_update(read=True)
+    known = _one_member(session, query, member.email)
+    if known.organisation_id != organisation_id or not set(roles) <= set(known.roles):
+        raise InvalidAccount(f"{known.email} has the roles {', '.join(known.roles)} only.", param="roles")
 
 
 def _keys_of(session: Session, member: Member) -> Sequence[ApiKey]:

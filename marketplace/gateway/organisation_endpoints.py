@@ -148,7 +148,9 @@ async def put_member(email: str, request: Request, services: GatewayServices, pr
 
     def work(session: Session) -> Member:
         _require_own(principal, {*roles, *_roles_of(session, principal.organisation_id, email)})
-        return service.add_member(session, principal.organisation_id, email, roles)
+        changed = service.add_member(session, principal.organisation_id, email, roles)
+        _require_live(session, principal)
+        return changed
 
     member = await _write(services.session_factory, work)
     log.info("member_changed", by=show("key", principal.key_id), member=member.id.hex, roles=member.roles)
@@ -161,7 +163,9 @@ async def remove_member(email: str, services: GatewayServices, principal: Admin)
 
     def work(session: Session) -> int:
         _require_own(principal, _roles_of(session, principal.organisation_id, email))
-        return service.remove_member(session, principal.organisation_id, email)
+        lost = service.remove_member(session, principal.organisation_id, email)
+        _require_live(session, principal)
+        return lost
 
     revoked = await _write(services.session_factory, work)
     log.info("member_removed", by=show("key", principal.key_id), revoked=revoked)
@@ -258,6 +262,12 @@ def _require_own(principal: Principal, roles: Collection[str]) -> None:
         raise Forbidden(
             f"This key lacks the role {', '.join(lacking)}: it can neither give nor take it.", param="roles"
         )
+
+
+def _require_live(session: Session, principal: Principal) -> None:
+    """Raises OwnKey if what was done to a member took the caller's own key with it; the edge rolls it back."""
+    if service.find_key(session, principal.key_id).revoked_at is not None:
+        raise OwnKey("The key that you use is this member's and would end with it. Do it with another one.")
 
 
 def _roles_of(session: Session, organisation_id: UUID, email: str) -> list[str]:

@@ -34,6 +34,7 @@ from marketplace.gateway.schemas import SchemaChecker
 from marketplace.gateway.signatures import ReceiptSignatures
 from marketplace.gateway.traces import Traces
 from marketplace.gateway.waiting import WaitingClients
+from marketplace.gateway.webhooks.checks import AddressChecks
 from marketplace.jobs.hot import Refused
 from marketplace.jobs.service import require_room
 from marketplace.jobs.states import Outcome
@@ -57,7 +58,8 @@ class Services:
     - `fleet` has the live view, the reservations, the links to nodes, and what feeds the pure matcher;
     - `writer` makes the four durable statements of the hot path; `session_factory` is for everything else, in threads;
     - `pulse` keeps the leases of running attempts, `waiting` those of clients that wait for their turn;
-    - `load` turns away what is too much, work that can wait first.
+    - `load` turns away what is too much, work that can wait first;
+    - `addresses` looks at webhooks before they are registered.
     """
 
     settings: Settings
@@ -73,6 +75,7 @@ class Services:
     pulse: Pulse
     waiting: WaitingClients
     load: Load
+    addresses: AddressChecks
     metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
     prefixes: PrefixMemory = field(default_factory=PrefixMemory)
     rng: Random = field(default_factory=Random)

@@ -18,9 +18,7 @@ from marketplace.gateway.deps import GatewayServices, Renter
 from marketplace.gateway.parse import InvalidBody, decode_strict
 from marketplace.gateway.services import Services
 from marketplace.gateway.webhooks import service
-from marketplace.gateway.webhooks.addresses import InvalidWebhookUrl, target_of
 from marketplace.gateway.webhooks.events import EVENTS, Event
-from marketplace.gateway.webhooks.post import NotCalled, checked_addresses, resolve
 from marketplace.gateway.webhooks.schemas import (
     DeliveryList,
     DeliveryObject,
@@ -64,12 +62,13 @@ async def register(request: Request, services: GatewayServices, principal: Rente
     asked = decode_strict(await request.body(), Registration)
     if asked.url is None and asked.events is not None:
         raise InvalidBody("`events` belongs to a `url`: a job's own address hears of that job.", param="events")
-    if asked.url is not None:
-        await asyncio.to_thread(_check, services, asked.url)
     events = () if asked.url is None else asked.events or EVENTS
-    made = await _in_transaction(
-        services, lambda session: service.register(session, principal.organisation_id, asked.url, events)
-    )
+    async with services.limited(principal):
+        if asked.url is not None:
+            await services.addresses.require(principal.organisation_id, asked.url)
+        made = await _in_transaction(
+            services, lambda session: service.register(session, principal.organisation_id, asked.url, events)
+        )
     return with_secret(made.endpoint, made.secret)
 
 
@@ -132,16 +131,6 @@ async def redeliver(services: GatewayServices, principal: Renter, webhook_id: st
     if services.pump is not None:
         services.pump.wake()
     return delivery_object(again)
-
-
-def _check(services: Services, url: str) -> None:
-    """Raises InvalidWebhookUrl for what would not be called."""
-    allow_private = services.settings.webhook_allow_private
-    target = target_of(url, allow_private=allow_private)
-    try:
-        checked_addresses(target, resolve, allow_private=allow_private)
-    except NotCalled as error:
-        raise InvalidWebhookUrl(error.message, param="url") from None
 
 
 async def _with_id(services: Services, principal: Principal, webhook_id: str, work: Callable[..., T]) -> T:

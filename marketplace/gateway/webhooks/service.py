@@ -81,7 +81,8 @@ def register(session: Session, organisation_id: UUID, url: str | None, events: S
 
 def find(session: Session, organisation_id: UUID, endpoint_id: UUID, *, lock: bool = False) -> WebhookEndpoint:
     """One of the organisation's endpoints. Raises NotFound."""
-    endpoint = session.get(WebhookEndpoint, endpoint_id, with_for_update=lock or None)
+    # Its key stays free: the end of a job, which writes what is to be told here, waits for nobody.
+    endpoint = session.get(WebhookEndpoint, endpoint_id, with_for_update={"key_share": True} if lock else None)
     if endpoint is None or endpoint.organisation_id != organisation_id:
         raise NotFound(f"There is no webhook with the id {show('webhook', endpoint_id)!r}.")
     return endpoint

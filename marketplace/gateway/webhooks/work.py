@@ -136,6 +136,11 @@ def _keys(endpoint: WebhookEndpoint, now: datetime) -> tuple[bytes, ...]:
 
 def note(session: Session, taken: Taken, answer: Answer, rng: Random) -> None:
     """Write what came of a try, unless somebody else has taken the delivery up meanwhile."""
+    # The endpoint first, as whoever deletes it: the other way round the two would wait for each other. Its key stays
+    # free, so that no job's end waits for this.
+    endpoint = session.get(
+        WebhookEndpoint, taken.endpoint_id, with_for_update={"key_share": True}, populate_existing=True
+    )
     delivery = session.scalars(
         select(WebhookDelivery)
         .where(
@@ -145,7 +150,7 @@ def note(session: Session, taken: Taken, answer: Answer, rng: Random) -> None:
         )
         .with_for_update()
     ).one_or_none()
-    if delivery is None:
+    if endpoint is None or delivery is None:
         return
     now = _now(session)
     delivery.last_status, delivery.last_error = answer.status, answer.error or None
@@ -158,13 +163,12 @@ def note(session: Session, taken: Taken, answer: Answer, rng: Random) -> None:
     else:
         delivery.next_try_at = now + timedelta(seconds=wait_s)
     session.flush()
-    _judge(session, taken, answer, now)
+    _judge(session, endpoint, answer, now)
 
 
-def _judge(session: Session, taken: Taken, answer: Answer, now: datetime) -> None:
+def _judge(session: Session, endpoint: WebhookEndpoint, answer: Answer, now: datetime) -> None:
     """The endpoint's health. What one job brought along says nothing about the next one's."""
-    endpoint = session.get(WebhookEndpoint, taken.endpoint_id, with_for_update=True)
-    if endpoint is None or endpoint.url is None:
+    if endpoint.url is None:
         return
     if answer.ok:
         endpoint.failing_since = None
@@ -184,7 +188,12 @@ def _judge(session: Session, taken: Taken, answer: Answer, now: datetime) -> Non
 
 def erase_old(session: Session, *, limit: int) -> int:
     """Forget deliveries that ended KEPT ago. Returns how many."""
-    old = select(WebhookDelivery.id).where(WebhookDelivery.ended_at < func.now() - KEPT).limit(limit)
+    old = (
+        select(WebhookDelivery.id)
+        .where(WebhookDelivery.ended_at < func.now() - KEPT)
+        .limit(limit)
+        .with_for_update(skip_locked=True)
+    )
     gone: Sequence[UUID] = session.scalars(
         delete(WebhookDelivery)
         .where(WebhookDelivery.id.in_(old))

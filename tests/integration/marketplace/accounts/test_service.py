@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import func, select, text
+from sqlalchemy.orm import Session
 
 from marketplace.accounts import keys, service
 from marketplace.accounts.models import ApiKey, Organisation
 from marketplace.accounts.service import InvalidAccount, UnknownKey, UnknownOrganisation
 from marketplace.core.database import SessionFactory, transaction
+from tests.stack import until
+
+
+def waiting_for_locks(session: Session) -> int:
+    """Connections to this database that wait for another one's lock."""
+    query = "select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'"
+    return int(session.execute(text(query)).scalar_one())
 
 
 class TestOrganisations:
@@ -158,6 +167,26 @@ class TestMembers:
             service.add_member(session, owner.id, "ann@example.org", ["finance"])
             session.refresh(key)
             assert key.revoked_at is not None
+
+    def test_a_key_that_is_made_while_its_member_leaves_ends_too(self, session_factory: SessionFactory) -> None:
+        with transaction(session_factory) as session:
+            owner = service.create_organisation(session, "Acme")
+            member = service.add_member(session, owner.id, "ann@example.org", ["renter"])
+
+        def leave() -> int:
+            with transaction(session_factory) as session:
+                return service.remove_member(session, owner.id, "ann@example.org")
+
+        with ThreadPoolExecutor(1) as pool:
+            with transaction(session_factory) as session:
+                key, _ = service.create_key(session, owner.id, member=member)
+                leaving = pool.submit(leave)
+                until(lambda: waiting_for_locks(session) == 1, "a removal that waits")
+            assert leaving.result(timeout=10) == 1
+        with session_factory() as session:
+            assert service.find_key(session, key.id).revoked_at is not None
+            with pytest.raises(service.UnknownMember):
+                service.create_key(session, owner.id, member=member)
 
     @pytest.mark.parametrize("email", ["", "ann", "a b@example.org", "a@b", "x" * 300 + "@example.org"])
     def test_are_known_by_an_address(self, session_factory: SessionFactory, email: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from tests.gateway_world import Renter, World, add_renter, world
 
 MEMBERS = "/v1/organisation/members"
 KEYS = "/v1/organisation/keys"
-ANN = f"{MEMBERS}/ann@example.org"
+EMAIL = "ann@example.org"
+ANN = f"{MEMBERS}/{EMAIL}"
 Story = Callable[[World, Renter], Awaitable[None]]
 
 
@@ -120,6 +122,21 @@ class TestAKey:
             own = (await market.call("GET", "/v1/key", admin)).json["id"]
             answer = await market.call("DELETE", f"{KEYS}/{own}", admin)
             assert (answer.status, answer.json["error"]["code"]) == (409, "own_key")
+
+        tell(settings, session_factory, story)
+
+    def test_that_was_made_for_a_member_does_not_end_itself_by_way_of_them(
+        self, settings: Settings, session_factory: SessionFactory
+    ) -> None:
+        async def story(market: World, admin: Renter) -> None:
+            await market.call("PUT", ANN, admin, json={"roles": ["renter", "admin"]})
+            ann = replace(admin, secret=(await make(market, admin, member=EMAIL, roles=["renter", "admin"]))["secret"])
+            for method, body in (("DELETE", None), ("PUT", {"roles": ["renter"]})):
+                answer = await market.call(method, ANN, ann, json=body)
+                assert (answer.status, answer.json["error"]["code"]) == (409, "own_key")
+            (member,) = (await market.call("GET", MEMBERS, ann)).json["data"]
+            assert member["roles"] == ["admin", "renter"]
+            assert (await market.call("DELETE", ANN, admin)).json["revoked_keys"] == 1
 
         tell(settings, session_factory, story)
 

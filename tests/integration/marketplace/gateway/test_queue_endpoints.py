@@ -26,6 +26,7 @@ from marketplace.gateway import queue_endpoints
 from marketplace.gateway.api import Bounded, make_api
 from marketplace.gateway.load import Load
 from marketplace.gateway.services import Services
+from marketplace.gateway.webhooks.checks import AddressChecks
 from marketplace.jobs.hot import Admit, Close
 from marketplace.jobs.models import Outcome
 from marketplace.jobs.tasks import assign_until_done
@@ -146,6 +147,7 @@ def door(settings: Settings, session_factory: SessionFactory) -> Iterator[Door]:
         pulse=None,  # type: ignore[arg-type]
         waiting=None,  # type: ignore[arg-type]
         load=Load(lambda: 0, most_requests=100),
+        addresses=AddressChecks(allow_private=False),
         pump=SimpleNamespace(wake=lambda: woken.append(True)),  # type: ignore[arg-type]
     )
     api = make_api(services, (queue_endpoints.router,))

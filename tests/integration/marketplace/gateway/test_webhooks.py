@@ -7,6 +7,8 @@ import base64
 import hashlib
 import hmac
 import json
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -14,17 +16,20 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import select, text
+from sqlalchemy.exc import OperationalError
 
 from marketplace.core import ids
 from marketplace.core.database import SessionFactory, transaction
 from marketplace.core.settings import Settings
 from marketplace.gateway.webhooks import service, work
+from marketplace.gateway.webhooks.checks import AddressChecks
 from marketplace.gateway.webhooks.models import WebhookDelivery, WebhookEndpoint
 from marketplace.gateway.webhooks.post import Answer, Poster
 from marketplace.gateway.webhooks.retries import DELAYS_S, MAX_TRIES
 from marketplace.gateway.webhooks.service import Registered
 from marketplace.gateway.webhooks.tasks import send_all
+from tests.fleet_world import until
 from tests.gateway_world import CHAT, MODEL_ID, Renter, World, add_renter, answers, world
 from tests.queue_world import QueueWorld
 from tests.receivers import Call, Receiver, receiver
@@ -282,6 +287,38 @@ class TestAnEndpointThatTakesNothing:
         assert endpoint(queue.factory).disabled_at is None
 
 
+class TestAnEndpointThatIsDeletedMeanwhile:
+    def test_does_not_hold_up_the_end_of_a_job(self, queue: QueueWorld) -> None:
+        made = register(queue, "https://example.org/", "job.failed")
+        register(queue, "https://example.net/", "job.failed")
+        organisation_id = queue.market.renter.organisation_id
+        with transaction(queue.factory) as session:
+            service.remove(session, organisation_id, made.endpoint.id)
+            job_id = end(queue)
+        (delivery,) = deliveries(queue.factory)
+        assert (delivery.subject_id, queue.job(job_id).outcome) == (job_id, "node_failed")
+
+    def test_is_waited_for_by_who_notes_a_try_before_anything_is_locked(self, queue: QueueWorld) -> None:
+        made = register(queue, "https://example.org/", "job.failed")
+        end(queue)
+        with transaction(queue.factory) as session:
+            (taken,) = work.take(session, limit=1)
+        with queue.factory() as deleting, queue.factory() as noting, queue.factory() as looking:
+            deleting.get_one(WebhookEndpoint, made.endpoint.id, with_for_update=True)
+            noting.execute(text("set local lock_timeout = '100ms'"))
+            with pytest.raises(OperationalError):
+                work.note(noting, taken, Answer(200), Random(1))
+            lock = select(WebhookDelivery.id).where(WebhookDelivery.id == taken.delivery_id)
+            assert looking.scalars(lock.with_for_update(nowait=True)).all() == [taken.delivery_id]
+            for session in (looking, noting):
+                session.rollback()
+            service.remove(deleting, queue.market.renter.organisation_id, made.endpoint.id)
+            deleting.commit()
+        with transaction(queue.factory) as session:
+            work.note(session, taken, Answer(200), Random(1))
+        assert deliveries(queue.factory) == []
+
+
 class TestForgetting:
     def test_comes_a_month_after_the_end(self, queue: QueueWorld) -> None:
         register(queue, "https://example.org/", "job.failed")
@@ -353,6 +390,38 @@ class TestOverHttp:
                 assert await asyncio.to_thread(send_all, session_factory, poster(hook)) == 1
                 assert len({call.headers["webhook-id"] for call in hook.calls}) == 1
                 assert (await market.call("GET", f"{path}?status=failed", renter)).json["data"] == []
+
+        asyncio.run(story())
+
+    def test_a_name_that_is_slow_holds_up_its_own_registrations_alone(
+        self, settings: Settings, session_factory: SessionFactory
+    ) -> None:
+        hostile, other = add_renter(session_factory), add_renter(session_factory)
+        asked: list[str] = []
+        go_on = threading.Event()
+
+        def slowly(host: str, port: int) -> list[str]:
+            asked.append(host)
+            if host != "quick.example.org":
+                go_on.wait(timeout=30)
+            return ["93.184.215.14"]
+
+        async def story() -> None:
+            async with world(settings, session_factory) as market:
+                market.gateway.services.addresses = AddressChecks(allow_private=False, resolver=slowly)
+                slow = [
+                    asyncio.create_task(post(market, hostile, "/v1/webhooks", {"url": f"https://{n}.example.org/"}))
+                    for n in range(service.MAX_ENDPOINTS + 20)
+                ]
+                await until(lambda: bool(asked))
+                async with asyncio.timeout(10):
+                    assert (await market.call("GET", "/v1/key", hostile)).status == 200
+                    quick = await post(market, other, "/v1/webhooks", {"url": "https://quick.example.org/"})
+                assert (quick.status, len(asked)) == (201, 2)
+                go_on.set()
+                statuses = Counter([reply.status for reply in await asyncio.gather(*slow)])
+                # Above the endpoints that an organisation may have, and above what a key may ask at once.
+                assert (statuses[201], statuses[409] + statuses[429]) == (service.MAX_ENDPOINTS, 20)
 
         asyncio.run(story())
 
