@@ -27,6 +27,7 @@ from marketplace.accounts.service import (
     Budget,
     InvalidAccount,
     UnknownKey,
+    UnknownMember,
 )
 from marketplace.core.amounts import nano_of
 from marketplace.core.database import SessionFactory, transaction
@@ -272,10 +273,10 @@ def _require_live(session: Session, principal: Principal) -> None:
 
 def _roles_of(session: Session, organisation_id: UUID, email: str) -> list[str]:
     """What a member has now; nothing where there is no such member."""
-    wanted = email.strip().lower()
-    return next(
-        (member.roles for member in service.list_members(session, organisation_id) if member.email == wanted), []
-    )
+    try:
+        return service.find_member(session, organisation_id, email).roles
+    except UnknownMember:
+        return []
 
 
 def _own(session: Session, principal: Principal, key_id: str) -> ApiKey:

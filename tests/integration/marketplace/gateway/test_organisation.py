@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from marketplace.core.database import SessionFactory
+from marketplace.accounts import service
+from marketplace.core.database import SessionFactory, transaction
 from marketplace.core.settings import Settings
 from tests.gateway_world import Renter, World, add_renter, world
 
@@ -175,6 +176,22 @@ class TestRoles:
                 assert [answer.status for answer in refusals] == [403, 403]
 
         tell(settings, session_factory, story)
+
+    def test_that_a_key_lacks_it_cannot_take_from_the_last_of_many_members_either(
+        self, settings: Settings, session_factory: SessionFactory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(service, "MAX_LISTED", 0)
+        admin = add_renter(session_factory, roles=("admin", "renter"))
+        with transaction(session_factory) as session:
+            service.add_member(session, admin.organisation_id, "ann@example.org", ["finance"])
+
+        async def story() -> None:
+            async with world(settings, session_factory) as market:
+                lowered = await market.call("PUT", ANN, admin, json={"roles": ["renter"]})
+                removed = await market.call("DELETE", ANN, admin)
+                assert [lowered.status, removed.status] == [403, 403]
+
+        asyncio.run(story())
 
     def test_other_than_admin_manage_nothing(self, settings: Settings, session_factory: SessionFactory) -> None:
         async def story(market: World, plain: Renter) -> None:
