@@ -121,7 +121,9 @@ class DirectSocketProtocol(WebSocketsSansIOProtocol):
     def data_received(self, data: bytes) -> None:
         """Called by the loop."""
         if not self.handshake_initiated or self.conn.state is not State.OPEN:
-            super().data_received(data)
+            # What was kept of a frame is its beginning.
+            kept, self._partial = bytes(self._partial), bytearray()
+            super().data_received(kept + data)
             return
         if self._partial:
             self._partial += data
@@ -154,8 +156,10 @@ class DirectSocketProtocol(WebSocketsSansIOProtocol):
                 self._needed = end - at
                 return at
             take = self._take
-            # A message in several frames may be under way; none may begin within it, and the library says so.
-            if take is not None and data[at] == WHOLE_BINARY and self.conn.current_size is None:
+            # A message in several frames may be under way; none may begin within it, and the library says so. Nor does
+            # anything count that follows a frame which ended the connection.
+            direct = self.conn.current_size is None and self.conn.state is State.OPEN
+            if take is not None and data[at] == WHOLE_BINARY and direct:
                 take(apply_mask(data[start:end], data[start - MASK : start]))
             else:
                 super().data_received(data[at:end])

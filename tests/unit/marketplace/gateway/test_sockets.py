@@ -210,6 +210,28 @@ class TestWhatMayNotBe:
 
         asyncio.run(act())
 
+    @pytest.mark.parametrize("last", [frame(Opcode.CLOSE, b"\x03\xe8"), b"\x83" + binary(b"no such opcode")[1:]])
+    def test_nothing_counts_that_came_with_the_end_and_behind_it(self, last: bytes) -> None:
+        async def act() -> None:
+            socket = await opened()
+            socket.feed(binary(b"good") + last + binary(b"after"))
+            assert socket.messages == [b"good"]
+            await asyncio.wait_for(socket.ended.wait(), 5)
+
+        asyncio.run(act())
+
+    def test_a_frame_that_our_own_close_cuts_in_two_stays_whole(self) -> None:
+        async def act() -> None:
+            socket = await opened()
+            half = binary(b"on its way")
+            socket.feed(half[:5])
+            await socket.protocol.send({"type": "websocket.close", "code": 1008})
+            socket.feed(half[5:] + frame(Opcode.CLOSE, b"\x03\xf0"))
+            await asyncio.wait_for(socket.ended.wait(), 5)
+            assert socket.end["code"] == 1008
+
+        asyncio.run(act())
+
     def test_a_close_is_answered_and_told(self) -> None:
         async def act() -> None:
             socket = await opened()
