@@ -473,16 +473,16 @@ def clientless_jobs(session: Session, *, limit: int) -> list[UUID]:
     return list(session.scalars(statement))
 
 
-def depths(session: Session, organisation_id: UUID, *, most: int) -> tuple[int, int]:
-    """How many jobs wait in the queue, of this organisation and of all; counted up to `most`."""
+def depths(session: Session, organisation_id: UUID, *, most: int, most_own: int) -> tuple[int, int]:
+    """How many jobs wait in the queue, of this organisation and of all; counted up to `most_own` and `most`."""
     counted = text(
         """
         select (select count(*) from (select from jobs where state = 'queued' and organisation_id = :own
-                                      limit :most) own),
+                                      limit :most_own) own),
                (select count(*) from (select from jobs where state = 'queued' limit :most) everybody)
         """
     )
-    row = session.execute(counted, {"own": organisation_id, "most": most}).one()
+    row = session.execute(counted, {"own": organisation_id, "most": most, "most_own": most_own}).one()
     return int(row[0]), int(row[1])
 
 

@@ -153,13 +153,14 @@ def require_room(factory: SessionFactory, organisation_id: UUID, *, most: int, m
     """Raises QueueFull if as many jobs wait as may. Those who ask at the same moment may all be let in: the bound keeps
     the queue from growing without end, it is no exact figure."""
     with factory() as session:
-        own, all_ = repository.depths(session, organisation_id, most=most)
-    if own >= most_own or all_ >= most:
-        raise QueueFull(
-            f"The queue is full ({own} of your jobs wait, at most {most_own}). Send it again later. "
-            "Nothing was charged.",
-            headers={"retry-after": str(FULL_RETRY_S)},
-        )
+        own, all_ = repository.depths(session, organisation_id, most=most, most_own=most_own)
+    if own < most_own and all_ < most:
+        return
+    why = f"{own} of your jobs wait, and {most_own} may" if own >= most_own else "too many jobs wait, of all renters"
+    raise QueueFull(
+        f"The queue is full: {why}. Send it again later. Nothing was charged.",
+        headers={"retry-after": str(FULL_RETRY_S)},
+    )
 
 
 async def withdraw(writer: HotWriter, job_id: UUID) -> None:

@@ -222,7 +222,9 @@ def _error_of(job: Job) -> tuple[str, str]:
 
 def _admit(session: Session, batch: Batch, means: Means, open_lines: int) -> int:
     """Make jobs of waiting lines, as far as there is room. Returns how many lines moved."""
-    own, all_ = repository.depths(session, batch.organisation_id, most=means.most_queued)
+    own, all_ = repository.depths(
+        session, batch.organisation_id, most=means.most_queued, most_own=means.most_queued_own
+    )
     queue_room = min(means.most_queued_own - own, means.most_queued - all_)
     room = min(MAX_OPEN - open_lines, ADMIT_AT_ONCE, queue_room)
     lines = _waiting(session, batch, room) if room > 0 else []
