@@ -28,7 +28,7 @@ from marketplace.gateway.http import (
     send_error,
 )
 from marketplace.gateway.interactive import Caller, Interactive
-from marketplace.gateway.load import Overloaded, Tier
+from marketplace.gateway.load import Tier
 from marketplace.gateway.outcomes import Ending
 from marketplace.gateway.outlets import JsonOutlet, StreamOutlet, abort_connection
 from marketplace.gateway.parse import FLEX, OFFLOAD_BYTES, Inference
@@ -118,13 +118,16 @@ class ChatApp:
         if scope["method"] != "POST":
             raise MethodNotAllowed("POST")
         services.require_open()
+        services.load.require(Tier.INTERACTIVE)
         principal = await services.authenticate(scope)
         exchange.principal = principal
         principal.require("renter")
         chat = await self._read(scope, exchange.receive)
-        exchange.parsed = True
         flex = chat.service_tier == FLEX
-        services.load.require(Tier.WAITING if flex else Tier.INTERACTIVE)
+        if flex:
+            services.load.require(Tier.WAITING)
+        # From here on a refusal is a row. One for load is none: it would add to what it is there to spare.
+        exchange.parsed = True
         if flex:
             exchange.wait_s = wait_of(scope, services.settings.flex_wait_s)
         limits = await services.limiter.acquire(principal)
@@ -255,7 +258,7 @@ def refusal_outcome(error: FallowError) -> Outcome:
         return Outcome.RATE_LIMITED
     if isinstance(error, PaymentRequired):
         return Outcome.NO_BALANCE
-    if isinstance(error, NoCapacity | Overloaded):
+    if isinstance(error, NoCapacity):
         return Outcome.NO_CAPACITY
     return Outcome.REQUEST_REJECTED if error.status < 500 else Outcome.PLATFORM_FAILED
 

@@ -448,7 +448,9 @@ class TestUnderLoad:
                 assert (await ask(market, renter, PLAIN)).status == 200
                 load.late_s = 2.0
                 assert (await ask(market, renter, PLAIN)).json["error"]["code"] == "overloaded"
-                assert market.books.outcomes() == ["no_capacity", "complete", "no_capacity"]
+                assert market.books.outcomes() == ["complete"], (
+                    "a refusal writes nothing: the database may be what lags"
+                )
 
         asyncio.run(story())
 
@@ -484,11 +486,13 @@ class TestUnderLoad:
                 for path, body in ((URL, FLEX), ("/v1/jobs", {"request": PLAIN})):
                     reply = await market.call("POST", path, renter, json=body)
                     assert (reply.status, reply.json["error"]["code"]) == (429, "queue_full")
+                    assert "1 of your jobs wait" in reply.json["error"]["message"]
                 job = await market.call("POST", "/v1/jobs", other, json={"request": PLAIN})
                 assert job.status == 202
                 assert job.json["waiting_for"] == "its turn: a node has room"
                 third = add_renter(session_factory)
-                assert (await ask(market, third)).json["error"]["code"] == "queue_full"
+                error = (await ask(market, third)).json["error"]
+                assert (error["code"], "of all renters" in error["message"]) == ("queue_full", True)
                 async with queue(market):
                     assert (await first).status == 200
 
