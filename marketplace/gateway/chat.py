@@ -11,6 +11,7 @@ from marketplace.accounts.limits import LimitState
 from marketplace.core.errors import FallowError, PaymentRequired, RateLimited
 from marketplace.core.logs import bind, get_logger
 from marketplace.core.tracing import Span, step
+from marketplace.gateway.bodies import FLEX
 from marketplace.gateway.embeddings.request import MAX_STORED_VECTOR_BYTES, require_size
 from marketplace.gateway.failures import NoCapacity
 from marketplace.gateway.flex import Flex, wait_of
@@ -31,7 +32,7 @@ from marketplace.gateway.interactive import Caller, Interactive
 from marketplace.gateway.load import Tier
 from marketplace.gateway.outcomes import Ending
 from marketplace.gateway.outlets import JsonOutlet, StreamOutlet, abort_connection
-from marketplace.gateway.parse import FLEX, OFFLOAD_BYTES, Inference
+from marketplace.gateway.parse import OFFLOAD_BYTES, Inference
 from marketplace.gateway.quote import ContextLengthExceeded, Measured, asked, measure, take_tokens
 from marketplace.gateway.services import Services
 from marketplace.gateway.surface import Surface

@@ -22,8 +22,10 @@ from marketplace.core.amounts import nano_per_mtok, usd
 from marketplace.core.errors import BadRequest, NotFound
 from marketplace.core.ids import parse as parse_id
 from marketplace.core.ids import show
-from marketplace.gateway.parse import Inference, InvalidBody, ProviderBody
+from marketplace.gateway.bodies import ProviderBody
+from marketplace.gateway.parse import Inference
 from marketplace.gateway.services import Services
+from marketplace.gateway.strict import InvalidBody
 from marketplace.matching.rank import rank, worst_nano
 from marketplace.matching.types import DataTerms, Demand, Filter, OfferView, Ranked, Rates, Refusal, Sort
 from marketplace.metering.pricing import worst_case

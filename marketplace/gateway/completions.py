@@ -12,10 +12,9 @@ from agent.protocol import Tokens
 from agent.sizing.variants import CHAT
 from marketplace.catalog.service import PromptCount, VariantView
 from marketplace.gateway.answer import Logprobs, by_choice, gather, read_extra
-from marketplace.gateway.parse import (
+from marketplace.gateway.bodies import (
     MAX_OUTPUT_TOKENS,
     Choices,
-    InvalidBody,
     LogitBias,
     ModelName,
     Penalty,
@@ -27,10 +26,10 @@ from marketplace.gateway.parse import (
     StreamOptions,
     Temperature,
     TopK,
-    check_logit_bias,
-    decode_strict,
 )
+from marketplace.gateway.parse import check_logit_bias
 from marketplace.gateway.sse import one_line, stream_head
+from marketplace.gateway.strict import InvalidBody, decode_strict
 
 MAX_LOGPROBS: Final = 5
 OPTIONS: Final = (

@@ -22,9 +22,9 @@ from marketplace.gateway.http import Scope, header
 from marketplace.gateway.interactive import Caller, Interactive
 from marketplace.gateway.outcomes import Ending, moves_on
 from marketplace.gateway.outlets import JsonOutlet, StreamOutlet, WholeOutlet
-from marketplace.gateway.parse import InvalidBody
 from marketplace.gateway.quote import Measured, dearest, find_all
 from marketplace.gateway.services import Draining, Services
+from marketplace.gateway.strict import InvalidBody
 from marketplace.gateway.surface import Surface
 from marketplace.gateway.waiting import RETRY_S, Seat
 from marketplace.jobs import endings, service

@@ -17,9 +17,10 @@ from marketplace.accounts.service import BudgetState
 from marketplace.core.amounts import usd
 from marketplace.core.database import SessionFactory, transaction
 from marketplace.core.ids import show
+from marketplace.gateway.bodies import ProviderBody
 from marketplace.gateway.choice import choice_of
 from marketplace.gateway.deps import Caller, GatewayServices
-from marketplace.gateway.parse import ProviderBody, decode_strict
+from marketplace.gateway.strict import decode_strict
 
 router = APIRouter()
 

@@ -10,10 +10,10 @@ import msgspec
 from fastapi import FastAPI
 from msgspec import Struct
 
+from marketplace.gateway.bodies import ChatBody, ProviderBody
 from marketplace.gateway.completions import CompletionBody
 from marketplace.gateway.embeddings.request import EmbeddingBody
 from marketplace.gateway.organisation_endpoints import BudgetBody, KeyBody, RolesBody
-from marketplace.gateway.parse import ChatBody, ProviderBody
 from marketplace.gateway.queue_endpoints import Submission
 from marketplace.gateway.tokenize import TokenizeBody
 from marketplace.jobs.sweeping import CHAT_ENDPOINT, EMBEDDINGS_ENDPOINT, JOBS_ENDPOINT, TEXT_ENDPOINT

@@ -34,10 +34,11 @@ from marketplace.core.database import SessionFactory, transaction
 from marketplace.core.errors import Conflict, Forbidden
 from marketplace.core.ids import parse, show
 from marketplace.core.logs import get_logger
+from marketplace.gateway.bodies import ProviderBody
 from marketplace.gateway.choice import choice_of
 from marketplace.gateway.deps import Caller, GatewayServices
 from marketplace.gateway.key_endpoints import KeyObject, key_object
-from marketplace.gateway.parse import ProviderBody, decode_strict
+from marketplace.gateway.strict import decode_strict
 
 log = get_logger(__name__)
 PATH: Final = "/v1/organisation"

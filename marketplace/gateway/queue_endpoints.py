@@ -16,23 +16,16 @@ from marketplace.core.amounts import nano_per_mtok
 from marketplace.core.errors import BadRequest, FallowError
 from marketplace.core.logs import get_logger
 from marketplace.core.tracing import Span, ending, step
+from marketplace.gateway.bodies import FLEX, ChatBody
 from marketplace.gateway.chat import refusal_outcome
 from marketplace.gateway.choice import ANY
 from marketplace.gateway.deps import GatewayServices, Renter, RequestId
 from marketplace.gateway.failures import InsufficientBalance, of_shortfall
 from marketplace.gateway.load import Tier
-from marketplace.gateway.parse import (
-    FLEX,
-    OFFLOAD_BYTES,
-    ChatBody,
-    ChatRequest,
-    InvalidBody,
-    choices_of,
-    decode_strict,
-    to_request,
-)
+from marketplace.gateway.parse import OFFLOAD_BYTES, ChatRequest, choices_of, to_request
 from marketplace.gateway.quote import Measured, asked, dearest, find_all, measure, take_tokens
 from marketplace.gateway.services import Services
+from marketplace.gateway.strict import InvalidBody, decode_strict
 from marketplace.gateway.webhooks.addresses import InvalidWebhookUrl, target_of
 from marketplace.gateway.webhooks.service import require_secret
 from marketplace.jobs import service

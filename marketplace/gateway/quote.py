@@ -15,10 +15,11 @@ from marketplace.catalog.service import PromptCount, VariantView
 from marketplace.core.amounts import usd
 from marketplace.core.errors import BadRequest
 from marketplace.core.tracing import Value
+from marketplace.gateway.bodies import FLEX
 from marketplace.gateway.choice import ANY, Choice, choice_of, choose_variant, is_alias, sorted_by_alias
 from marketplace.gateway.embeddings.request import EmbeddingRequest, require_room
 from marketplace.gateway.embeddings.vectors import Embedding
-from marketplace.gateway.parse import FLEX, Inference
+from marketplace.gateway.parse import Inference
 from marketplace.gateway.prefixes import pack
 from marketplace.gateway.services import Services
 from marketplace.gateway.tasks import require_task

@@ -14,7 +14,7 @@ import msgspec
 from agent.protocol import Tokens
 from marketplace.core.logs import get_logger
 from marketplace.gateway.answer import by_choice, gather
-from marketplace.gateway.parse import InvalidBody
+from marketplace.gateway.strict import InvalidBody
 
 log = get_logger(__name__)
 CHECK_S: Final = 1.0

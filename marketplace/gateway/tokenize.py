@@ -7,17 +7,9 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from marketplace.catalog.service import PromptCount, VariantView
-from marketplace.gateway.parse import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    InvalidBody,
-    Message,
-    ModelName,
-    Tool,
-    decode_strict,
-    plain_messages,
-    plain_tools,
-)
+from marketplace.gateway.bodies import MAX_MESSAGES, MAX_TOOLS, Message, ModelName, Tool
+from marketplace.gateway.parse import plain_messages, plain_tools
+from marketplace.gateway.strict import InvalidBody, decode_strict
 
 
 class TokenizeBody(Struct, frozen=True, forbid_unknown_fields=True):

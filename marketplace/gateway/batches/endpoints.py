@@ -30,10 +30,11 @@ from marketplace.gateway.batches.schemas import (
     file_object,
 )
 from marketplace.gateway.batches.service import Wish
+from marketplace.gateway.bodies import ShortText
 from marketplace.gateway.deps import GatewayServices, Renter, RequestId
 from marketplace.gateway.load import Tier
-from marketplace.gateway.parse import InvalidBody, ShortText, decode_strict
 from marketplace.gateway.services import Services
+from marketplace.gateway.strict import InvalidBody, decode_strict
 from marketplace.gateway.surface import SURFACES
 
 FILES_PATH: Final = "/v1/files"

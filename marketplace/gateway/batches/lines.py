@@ -10,7 +10,9 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from marketplace.core.errors import FallowError
-from marketplace.gateway.parse import FLEX, Inference, InvalidBody, decode_strict
+from marketplace.gateway.bodies import FLEX
+from marketplace.gateway.parse import Inference
+from marketplace.gateway.strict import InvalidBody, decode_strict
 from marketplace.gateway.surface import SURFACES
 
 MAX_LINES: Final = 50_000

@@ -11,7 +11,8 @@ from agent.protocol import FLOAT_BYTES
 from agent.sizing.variants import EMBED
 from marketplace.catalog.service import PromptCount, VariantView
 from marketplace.core.errors import BadRequest
-from marketplace.gateway.parse import InvalidBody, ModelName, ProviderBody, ShortText, decode_strict
+from marketplace.gateway.bodies import ModelName, ProviderBody, ShortText
+from marketplace.gateway.strict import InvalidBody, decode_strict
 
 MAX_INPUTS: Final = 2_048
 MAX_TOTAL_TOKENS: Final = 300_000

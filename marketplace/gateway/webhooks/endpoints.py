@@ -15,8 +15,8 @@ from marketplace.accounts.auth import Principal
 from marketplace.core import ids
 from marketplace.core.database import transaction
 from marketplace.gateway.deps import GatewayServices, Renter
-from marketplace.gateway.parse import InvalidBody, decode_strict
 from marketplace.gateway.services import Services
+from marketplace.gateway.strict import InvalidBody, decode_strict
 from marketplace.gateway.webhooks import service
 from marketplace.gateway.webhooks.events import EVENTS, Event
 from marketplace.gateway.webhooks.schemas import (

@@ -13,7 +13,7 @@ from agent.protocol import Run, Tokens
 from marketplace.core.database import SessionFactory
 from marketplace.core.settings import Settings
 from marketplace.gateway.completions import parse_completion
-from marketplace.gateway.parse import InvalidBody
+from marketplace.gateway.strict import InvalidBody
 from tests.gateway_world import (
     MODEL_ID,
     WORDS,

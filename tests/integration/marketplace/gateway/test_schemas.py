@@ -13,8 +13,8 @@ import pytest
 from agent.protocol import Accepted, Run
 from marketplace.core.database import SessionFactory
 from marketplace.core.settings import Settings
-from marketplace.gateway.parse import InvalidBody
 from marketplace.gateway.schemas import SchemaChecker
+from marketplace.gateway.strict import InvalidBody
 from tests.gateway_world import CHAT, MODEL_ID, Behaviour, ScriptedAgent, add_renter, world
 
 SCHEMA: dict[str, Any] = {

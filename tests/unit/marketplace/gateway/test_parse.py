@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marketplace.gateway.parse import MAX_DEPTH, ChatRequest, InvalidBody, decode_strict, parse_chat
+from marketplace.gateway.parse import ChatRequest, parse_chat
+from marketplace.gateway.strict import MAX_DEPTH, InvalidBody, decode_strict
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marketplace.gateway.embeddings.request import InputTooLong, parse_embedding, require_room
-from marketplace.gateway.parse import InvalidBody
+from marketplace.gateway.strict import InvalidBody
 
 
 def parsed(**fields: Any) -> Any:
