@@ -102,8 +102,6 @@ class Settings(BaseSettings):
     """What a line of a batch costs, as a share of the node's ask: half by default. Pinned when the batch begins."""
     requests_at_once: int = Field(default=10_000, ge=1)
     """Requests in hand at one gateway, streams among them; one more is refused, and work that can wait above half."""
-    ttft_limit_s: float = Field(default=300.0, gt=0)
-    """A chat is refused at once where no node is predicted to begin its answer within this."""
     queued_jobs: int = Field(default=100_000, ge=1)
     """Jobs, lines of batches and flex requests that wait, of all renters; one more is refused."""
     queued_jobs_per_organisation: int = Field(default=10_000, ge=1)

@@ -41,22 +41,6 @@ class NoCapacity(Unavailable):
         )
 
 
-class TooSlow(NoCapacity):
-    """There is room, but the answer would begin too late to be worth waiting for."""
-
-    code = "too_slow"
-
-    def __init__(self, predicted_s: float, limit_s: float) -> None:
-        Unavailable.__init__(
-            self,
-            f"The first token is predicted in {predicted_s:.0f} s, and no chat is taken above {limit_s:.0f} s. Send a "
-            "shorter prompt, or a job, which can wait. Nothing was charged.",
-            headers={"retry-after": str(RETRY_LATER_S)},
-            refused={},
-            predicted_ttft_s=round(predicted_s, 1),
-        )
-
-
 class InsufficientBalance(PaymentRequired):
     """The balance does not cover what was asked."""
 

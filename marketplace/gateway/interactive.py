@@ -26,7 +26,6 @@ from marketplace.gateway.failures import (
     InsufficientBalance,
     KeyBudgetExceeded,
     NoCapacity,
-    TooSlow,
     failure,
     of_lost_lease,
 )
@@ -191,8 +190,6 @@ class Interactive:
         choice = self._measured.choice
         with step(self._caller.span, "match"):
             ranked = find(services, demand, choice)
-        if ranked.ttft_s and min(ranked.ttft_s) > services.settings.ttft_limit_s:
-            raise TooSlow(min(ranked.ttft_s), services.settings.ttft_limit_s)
         taken = await self._take(ranked, attempt_id)
         full = taken is None and not ranked.offers and not choice.lists
         if full and await services.flex.make_room(lambda: services.fleet.view.full(demand)):

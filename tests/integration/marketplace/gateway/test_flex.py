@@ -498,23 +498,6 @@ class TestUnderLoad:
 
         asyncio.run(story())
 
-    def test_a_chat_that_would_begin_too_late_is_refused_at_once(
-        self, settings: Settings, session_factory: SessionFactory
-    ) -> None:
-        renter = add_renter(session_factory)
-
-        async def story() -> None:
-            async with world(settings, session_factory, ttft_limit_s=5.0) as market:
-                agent = await market.connect(answers, prefill_tokens_per_s=1.0)
-                reply = await ask(market, renter, PLAIN)
-                assert (reply.status, reply.json["error"]["code"]) == (503, "too_slow")
-                assert reply.json["error"]["predicted_ttft_s"] > 5
-                assert reply.headers["retry-after"] == "30"
-                assert market.books.outcomes() == ["no_capacity"]
-                assert agent.runs == []
-
-        asyncio.run(story())
-
     def test_a_job_says_that_no_node_meets_its_price(self, settings: Settings, session_factory: SessionFactory) -> None:
         renter = add_renter(session_factory)
 
