@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "worker": ("marketplace.commands:worker", "the Celery worker"),
     "beat": ("marketplace.commands:beat", "the Celery clock"),
     "migrate": ("marketplace.commands:migrate", "bring the database to this version"),
+    "settings": ("marketplace.commands:settings", "what can be set, with its default and its meaning"),
 }
 """Subcommand: (module[:app], what it is for). The app is a typer application; its name is `app` unless given."""
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from pydantic import AliasChoices, SecretStr
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from marketplace.core import logs
 from marketplace.core import migrate as migrations
@@ -14,6 +17,7 @@ gateway = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 worker = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 beat = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 migrate = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+settings = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @gateway.command()
@@ -71,3 +75,24 @@ def run_migrate(
         return
     migrations.upgrade(url)
     typer.echo("The database is up to date.")
+
+
+@settings.command()
+def run_settings() -> None:
+    """List what can be set in the environment or in `.env`: its name, its default, and what it means."""
+    for name, field in Settings.model_fields.items():
+        typer.echo(f"{environment_name(name)}={_shown(field)}\n    {' '.join((field.description or '').split())}")
+
+
+def environment_name(field: str) -> str:
+    """The variable that sets a field of Settings; of several the usual one."""
+    alias = Settings.model_fields[field].validation_alias
+    return str(alias.choices[0]) if isinstance(alias, AliasChoices) else f"FALLOW_{field.upper()}"
+
+
+def _shown(field: FieldInfo) -> str:
+    """A default as one would write it; nothing where there is none, or where each process makes its own."""
+    default = field.default
+    if default is PydanticUndefined or isinstance(default, SecretStr):
+        return ""
+    return str(default).lower() if isinstance(default, bool) else str(default)

@@ -32,7 +32,9 @@ def _checked_url(url: str, schemes: tuple[str, ...], example: str) -> str:
 class Settings(BaseSettings):
     """Settings of every server process. Names in the environment carry the prefix `FALLOW_`, save the two stores."""
 
-    model_config = SettingsConfigDict(env_prefix="FALLOW_", env_file=".env", extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(
+        env_prefix="FALLOW_", env_file=".env", extra="ignore", frozen=True, use_attribute_docstrings=True
+    )
 
     database_url: Annotated[
         str, Field(validation_alias=AliasChoices("DATABASE_URL", "FALLOW_DATABASE_URL", "database_url"))
@@ -44,7 +46,9 @@ class Settings(BaseSettings):
     """redis:// or unix:// URL of Valkey 7.2+ or Redis."""
 
     host: str = "127.0.0.1"
+    """Address that a gateway listens on."""
     port: int = 8080
+    """Port that a gateway listens on."""
     gateway_id: str = Field(default_factory=_random_gateway_id)
     """Unique per running gateway process."""
     gateway_url: str = ""
@@ -54,6 +58,7 @@ class Settings(BaseSettings):
     log_format: str = "console"
     """`console` or `json`."""
     log_level: str = "INFO"
+    """`DEBUG`, `INFO`, `WARNING` or `ERROR`."""
     otlp_endpoint: Annotated[
         str,
         Field(validation_alias=AliasChoices("FALLOW_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT", "otlp_endpoint")),
@@ -71,6 +76,7 @@ class Settings(BaseSettings):
     """CIDR blocks, comma-separated: what these say in X-Forwarded-For about a client's address is believed."""
 
     body_limit_bytes: int = Field(default=2 * 1024 * 1024, ge=1024)
+    """Of one request; files have a limit of their own."""
     header_wait_s: float = 10.0
     """Response headers wait this long for the first token, so that a refusal keeps its status."""
     keepalive_s: float = 10.0
@@ -78,23 +84,26 @@ class Settings(BaseSettings):
     request_timeout_s: float = 600.0
     """Deadline of an interactive request."""
     first_token_s: float = Field(default=1.0, gt=0)
-    """A first token is useful to a client that waits within so much..."""
+    """A first token is useful to a client that waits within so much, and within more if its prompt is long."""
     first_token_tokens_per_s: float = Field(default=4_000.0, gt=0)
-    """...and a second more for each so many tokens of prompt. What waiting would make later everywhere is refused at
-    once."""
+    """A first token is useful a second later for each so many tokens of prompt. What waiting would make later
+    everywhere is refused at once."""
     refuse_late: bool = True
-    """False sends everything somewhere as long as a slot is free, however late it would be."""
+    """False sends every request somewhere as long as a slot is free, however late its first token would be."""
     slow_reader_s: float = 30.0
     """A client that takes nothing for this long is cut (billed as a cancel)."""
     lease_s: float = 15.0
     """An attempt's lease; renewed with each checkpoint."""
     checkpoint_s: float = 1.0
+    """How often the leases of running attempts are renewed in the database."""
     hold_margin_s: float = 900.0
     """A hold expires this long after its job's deadline, should everything else fail."""
     free_prefill_cancels_per_hour: int = 20
     """Cancels before the first token that cost nothing, per key and hour; beyond them the prefill is charged."""
     settlement_batch: int = Field(default=5_000, ge=1, le=50_000)
+    """Receipts that one journal of a settlement books at most."""
     database_pool_size: int = 8
+    """Connections that a process keeps to PostgreSQL; as many more may be opened for a while."""
 
     text_life_s: int = Field(default=7 * 86_400, ge=3_600)
     """What a queued job asked and was answered is erased this long after its end; counts and prices stay."""
@@ -105,15 +114,15 @@ class Settings(BaseSettings):
     queued_jobs: int = Field(default=100_000, ge=1)
     """Jobs, lines of batches and flex requests that wait, of all renters; one more is refused."""
     queued_jobs_per_organisation: int = Field(default=10_000, ge=1)
-    """The same, of one organisation."""
+    """Jobs, lines of batches and flex requests of one organisation that wait; one more is refused."""
     flex_price_basis_points: int = Field(default=5_000, ge=1, le=10_000)
     """What a request with `service_tier: "flex"` costs, as a share of the node's ask. Pinned when it is admitted."""
     flex_wait_s: float = Field(default=600.0, ge=1, le=3_600)
-    """So long it waits for idle capacity, unless its header says otherwise."""
+    """A flex request waits so long for idle capacity, unless its header `x-fallow-max-wait-s` says otherwise."""
     flex_waiting: int = Field(default=2_000, ge=1)
     """Flex requests that wait at one gateway at a time, and run there; one more is refused."""
     flex_waiting_per_organisation: int = Field(default=200, ge=1)
-    """The same, of one organisation."""
+    """Flex requests of one organisation that wait or run at one gateway at a time; one more is refused."""
     file_limit_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
     """Of one uploaded file."""
     files_limit_bytes: int = Field(default=1024 * 1024 * 1024, ge=1024)
@@ -133,17 +142,21 @@ class Settings(BaseSettings):
     payment_mode: Literal["test", "live"] = "test"
     """What the keys must be for: a live key with `test`, or the reverse, stops the process."""
     stripe_secret_key: SecretStr = SecretStr("")
+    """Of the processor's account."""
     stripe_webhook_secret: SecretStr = SecretStr("")
-    """Of the platform's endpoint. Empty: the endpoint refuses everything."""
+    """Signs what the processor sends to the platform's endpoint. Empty: the endpoint refuses everything."""
     stripe_connect_webhook_secret: SecretStr = SecretStr("")
-    """Of the endpoint for connected accounts. Empty: the endpoint refuses everything."""
+    """The secret of the endpoint for connected accounts. Empty: that endpoint refuses everything."""
     stripe_api_url: str = ""
-    """Another address of the API, for a stand-in."""
+    """Another address of the processor's API, for a stand-in."""
     payment_timeout_s: float = Field(default=20.0, gt=0, le=80)
+    """One call to the payment processor takes no longer."""
     webhook_age_s: int = Field(default=300, ge=1, le=3_600)
-    """A signature older than this is refused."""
+    """What the payment processor sends with a signature older than this is refused."""
     top_up_minimum_cents: int = Field(default=500, ge=50)
+    """Of one top-up."""
     top_up_maximum_cents: int = Field(default=1_000_000, ge=50, le=99_999_999)
+    """Of one top-up."""
     payout_weekday: int = Field(default=0, ge=0, le=6)
     """Day (UTC) of the weekly run; 0 is Monday."""
     payout_minimum_cents: int = Field(default=1_000, ge=1)
@@ -151,12 +164,13 @@ class Settings(BaseSettings):
     payout_hold_days: int = Field(default=7, ge=0, le=365)
     """Earnings are payable this long after they settled."""
     payout_hold_days_new: int = Field(default=14, ge=0, le=365)
-    """The same, while an owner is new."""
+    """Earnings of an owner who is new are payable this long after they settled."""
     payout_new_days: int = Field(default=60, ge=0, le=3_650)
     """An owner is new for this long after the first earnings."""
     payout_reserve_basis_points: int = Field(default=1_000, ge=0, le=10_000)
     """Kept back of what a new owner's earnings release, against disputes."""
     payout_reserve_days: int = Field(default=30, ge=0, le=365)
+    """What is kept back of a new owner's earnings is kept this long."""
     payout_approval_cents: int = Field(default=1_000_000, ge=1)
     """Two people must approve a payout above this."""
 
