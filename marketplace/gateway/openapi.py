@@ -10,13 +10,15 @@ import msgspec
 from fastapi import FastAPI
 from msgspec import Struct
 
+from marketplace.gateway.batches.endpoints import FILES_PATH, BatchBody
 from marketplace.gateway.bodies import ChatBody, ProviderBody
 from marketplace.gateway.completions import CompletionBody
 from marketplace.gateway.embeddings.request import EmbeddingBody
 from marketplace.gateway.organisation_endpoints import BudgetBody, KeyBody, RolesBody
 from marketplace.gateway.queue_endpoints import Submission
 from marketplace.gateway.tokenize import TokenizeBody
-from marketplace.jobs.sweeping import CHAT_ENDPOINT, EMBEDDINGS_ENDPOINT, JOBS_ENDPOINT, TEXT_ENDPOINT
+from marketplace.gateway.webhooks.endpoints import Registration
+from marketplace.jobs.sweeping import BATCHES_ENDPOINT, CHAT_ENDPOINT, EMBEDDINGS_ENDPOINT, JOBS_ENDPOINT, TEXT_ENDPOINT
 
 ERRORS: Final = {
     400: "Something about the request is wrong; `param` names it.",
@@ -41,14 +43,28 @@ BODIES: Final[Mapping[tuple[str, str], type[Struct]]] = {
     (TEXT_ENDPOINT, "post"): CompletionBody,
     (EMBEDDINGS_ENDPOINT, "post"): EmbeddingBody,
     ("/v1/quote", "post"): ChatBody,
+    ("/v1/explain", "post"): ChatBody,
     ("/v1/tokenize", "post"): TokenizeBody,
     (JOBS_ENDPOINT, "post"): Submission,
     ("/v1/key/routing", "put"): ProviderBody,
+    ("/v1/webhooks", "post"): Registration,
+    (BATCHES_ENDPOINT, "post"): BatchBody,
     ("/v1/organisation/members/{email}", "put"): RolesBody,
     ("/v1/organisation/keys", "post"): KeyBody,
     ("/v1/organisation/keys/{key_id}/budget", "put"): BudgetBody,
 }
 """Bodies that msgspec parses."""
+UPLOAD: Final = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"type": "string", "const": "batch"},
+        "expires_after[anchor]": {"type": "string", "const": "created_at"},
+        "expires_after[seconds]": {"type": "integer"},
+    },
+}
+"""The form of POST /v1/files."""
 RAW: Final = {
     CHAT_ENDPOINT: "A chat: streamed as server-sent events, or whole.",
     TEXT_ENDPOINT: "A text to go on from: streamed as server-sent events, or whole.",
@@ -104,6 +120,10 @@ def _completed(document: dict[str, Any]) -> dict[str, Any]:
             if method in operations:
                 kind = BODIES.get((path, method))
                 _complete(path, operations[method], named[kind] if kind is not None else None)
+    document["paths"][FILES_PATH]["post"]["requestBody"] = {
+        "required": True,
+        "content": {"multipart/form-data": {"schema": UPLOAD}},
+    }
     return document
 
 
