@@ -314,8 +314,8 @@ class TestAClientThatLeaves:
                 market.gateway.services.catalog.resolve(EMBED_MODEL).count_text_prompt(text).tokens for text in TEXTS
             ]
             asked = asyncio.create_task(raw(market, renter))
-            await until(lambda: market.gateway.services.pulse.active and market.agents[0].runs)
-            await asyncio.sleep(0.2)
+            beating = market.gateway.services.pulse._beating
+            await until(lambda: any(one.run is not None and one.run.produced for one in beating))
             asked.cancel()
             await until(lambda: market.books.outcomes() == ["cancelled_early"])
             (receipt,) = market.books.receipts()
