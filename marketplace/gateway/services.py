@@ -36,7 +36,7 @@ from marketplace.gateway.traces import Traces
 from marketplace.gateway.waiting import WaitingClients
 from marketplace.gateway.webhooks.checks import AddressChecks
 from marketplace.jobs.hot import Refused
-from marketplace.jobs.service import require_room
+from marketplace.jobs.service import QueueRoom
 from marketplace.jobs.states import Outcome
 from marketplace.jobs.writer import HotWriter
 
@@ -91,10 +91,16 @@ class Services:
     draining: bool = False
     _background: set[asyncio.Task[None]] = field(default_factory=set)
     _cache_scope_key: bytes = field(init=False, repr=False)
+    _queue_room: QueueRoom = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         secret = self.settings.cluster_secret.get_secret_value().encode()
         self._cache_scope_key = hashlib.sha256(b"fallow-cache-scope\0" + secret).digest()
+        self._queue_room = QueueRoom(
+            self.session_factory,
+            most=self.settings.queued_jobs,
+            most_own=self.settings.queued_jobs_per_organisation,
+        )
 
     async def authenticate(self, scope: Scope) -> Principal:
         """Who asks, by the key and by where it comes from. Raises Unauthenticated and AddressNotAllowed."""
@@ -125,9 +131,7 @@ class Services:
 
     def require_queue_room(self, organisation_id: UUID) -> None:
         """Raise QueueFull unless the queue takes one more job. Asks the database: not on the event loop."""
-        settings = self.settings
-        most, most_own = settings.queued_jobs, settings.queued_jobs_per_organisation
-        require_room(self.session_factory, organisation_id, most=most, most_own=most_own)
+        self._queue_room.require(organisation_id)
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Run what nobody waits for. Its failure is logged."""

@@ -473,17 +473,12 @@ def clientless_jobs(session: Session, *, limit: int) -> list[UUID]:
     return list(session.scalars(statement))
 
 
-def depths(session: Session, organisation_id: UUID, *, most: int, most_own: int) -> tuple[int, int]:
-    """How many jobs wait in the queue, of this organisation and of all; counted up to `most_own` and `most`."""
-    counted = text(
-        """
-        select (select count(*) from (select from jobs where state = 'queued' and organisation_id = :own
-                                      limit :most_own) own),
-               (select count(*) from (select from jobs where state = 'queued' limit :most) everybody)
-        """
-    )
-    row = session.execute(counted, {"own": organisation_id, "most": most, "most_own": most_own}).one()
-    return int(row[0]), int(row[1])
+def depth(session: Session, *, most: int, organisation_id: UUID | None = None) -> int:
+    """How many jobs wait in the queue, of one organisation or of all; counted up to `most`."""
+    waiting = select(Job.id).where(Job.state == "queued")
+    if organisation_id is not None:
+        waiting = waiting.where(Job.organisation_id == organisation_id)
+    return session.execute(select(func.count()).select_from(waiting.limit(most).subquery())).scalar_one()
 
 
 # --- clients that wait at a gateway -------------------------------------------------------------------------------

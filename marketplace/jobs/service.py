@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 from uuid import UUID
+
+from sqlalchemy.orm import Session
 
 from marketplace.core.database import SessionFactory
 from marketplace.core.errors import Conflict, FallowError, NotFound, RateLimited
@@ -22,6 +25,10 @@ from marketplace.metering.pricing import BASIS_POINTS, Rates, affordable_output,
 
 log = get_logger(__name__)
 FULL_RETRY_S: Final = 30
+AMPLE_ROOM: Final = 10_000
+"""With room for more jobs than this..."""
+AMPLE_S: Final = 1.0
+"""...the queue is not counted again for so long."""
 MAX_TRIES: Final = 3
 """Times that something is tried again because the balance, or the job, moved meanwhile."""
 WITHDRAW_TRIES: Final = 6
@@ -149,18 +156,43 @@ def _admission(order: Order, bound: int, hold_nano: int, hold_margin_s: float) -
     )
 
 
-def require_room(factory: SessionFactory, organisation_id: UUID, *, most: int, most_own: int) -> None:
-    """Raises QueueFull if as many jobs wait as may. Those who ask at the same moment may all be let in: the bound keeps
-    the queue from growing without end, it is no exact figure."""
-    with factory() as session:
-        own, all_ = repository.depths(session, organisation_id, most=most, most_own=most_own)
-    if own < most_own and all_ < most:
-        return
-    why = f"{own} of your jobs wait, and {most_own} may" if own >= most_own else "too many jobs wait, of all renters"
-    raise QueueFull(
-        f"The queue is full: {why}. Send it again later. Nothing was charged.",
-        headers={"retry-after": str(FULL_RETRY_S)},
-    )
+class QueueRoom:
+    """Whether the queue takes one more job, as one gateway sees it. Any thread.
+
+    Those who ask at the same moment may all be let in: the bound keeps the queue from growing without end, it is no exact
+    figure. So far below it, the whole queue is not counted anew for each job: that would cost as much as it is long.
+    """
+
+    def __init__(
+        self, factory: SessionFactory, *, most: int, most_own: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._factory = factory
+        self._most = most
+        self._most_own = most_own
+        self._clock = clock
+        self._ample_until = 0.0
+
+    def require(self, organisation_id: UUID) -> None:
+        """Raises QueueFull if as many jobs wait as may, of this organisation or of all."""
+        with self._factory() as session:
+            own = repository.depth(session, most=self._most_own, organisation_id=organisation_id)
+            full = own < self._most_own and self._is_full(session)
+        if own < self._most_own and not full:
+            return
+        why = "too many jobs wait, of all renters" if full else f"{own} of your jobs wait, and no more may"
+        raise QueueFull(
+            f"The queue is full: {why}. Send it again later. Nothing was charged.",
+            headers={"retry-after": str(FULL_RETRY_S)},
+        )
+
+    def _is_full(self, session: Session) -> bool:
+        now = self._clock()
+        if now < self._ample_until:
+            return False
+        left = self._most - repository.depth(session, most=self._most)
+        if left > AMPLE_ROOM:
+            self._ample_until = now + AMPLE_S
+        return left <= 0
 
 
 async def withdraw(writer: HotWriter, job_id: UUID) -> None:

@@ -222,9 +222,8 @@ def _error_of(job: Job) -> tuple[str, str]:
 
 def _admit(session: Session, batch: Batch, means: Means, open_lines: int) -> int:
     """Make jobs of waiting lines, as far as there is room. Returns how many lines moved."""
-    own, all_ = repository.depths(
-        session, batch.organisation_id, most=means.most_queued, most_own=means.most_queued_own
-    )
+    own = repository.depth(session, most=means.most_queued_own, organisation_id=batch.organisation_id)
+    all_ = repository.depth(session, most=means.most_queued)
     queue_room = min(means.most_queued_own - own, means.most_queued - all_)
     room = min(MAX_OPEN - open_lines, ADMIT_AT_ONCE, queue_room)
     lines = _waiting(session, batch, room) if room > 0 else []

@@ -488,7 +488,7 @@ class TestUnderLoad:
                 for path, body in ((URL, FLEX), ("/v1/jobs", {"request": PLAIN})):
                     reply = await market.call("POST", path, renter, json=body)
                     assert (reply.status, reply.json["error"]["code"]) == (429, "queue_full")
-                    assert "1 of your jobs wait" in reply.json["error"]["message"]
+                    assert "1 of your jobs wait, and no more may" in reply.json["error"]["message"]
                 job = await market.call("POST", "/v1/jobs", other, json={"request": PLAIN})
                 assert job.status == 202
                 assert job.json["waiting_for"] == "its turn: a node has room"
