@@ -159,8 +159,8 @@ def _admission(order: Order, bound: int, hold_nano: int, hold_margin_s: float) -
 class QueueRoom:
     """Whether the queue takes one more job, as one gateway sees it. Any thread.
 
-    Those who ask at the same moment may all be let in: the bound keeps the queue from growing without end, it is no exact
-    figure. So far below it, the whole queue is not counted anew for each job: that would cost as much as it is long.
+    Those who ask at the same moment may all be let in: the bound keeps the queue from growing without end, it is no
+    exact figure. So far below it the whole queue is not counted anew for each job: that costs as much as it is long.
     """
 
     def __init__(
