@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from marketplace.core.errors import BadRequest, FallowError, NotFound, TooLarge
-from marketplace.core.logs import get_logger
+from marketplace.core.errors import BadRequest, FallowError, NotFound, TooLarge, Unavailable
+from marketplace.core.logs import get_logger, reason
 from marketplace.gateway.http import (
     Message,
     MethodNotAllowed,
@@ -28,6 +30,7 @@ from marketplace.gateway.http import (
 from marketplace.gateway.services import Services
 
 log = get_logger(__name__)
+AWAY_RETRY_S: Final = 2
 
 
 def make_api(services: Services, routers: Iterable[APIRouter]) -> FastAPI:
@@ -40,6 +43,8 @@ def make_api(services: Services, routers: Iterable[APIRouter]) -> FastAPI:
     api.add_exception_handler(HTTPException, _on_http_error)
     api.add_exception_handler(RequestValidationError, _on_invalid)
     api.add_exception_handler(ClientDisconnect, _on_left)
+    for away in (OperationalError, PoolTimeoutError):
+        api.add_exception_handler(away, _on_database_away)
     api.add_exception_handler(Exception, _on_unexpected)
     return api
 
@@ -127,6 +132,15 @@ async def _on_left(request: Request, error: Exception) -> JSONResponse:
     """The client left before its body was whole: nobody reads this, and nothing of ours broke."""
     assert isinstance(error, ClientDisconnect)
     return _answer(request, BadRequest("The body broke off."))
+
+
+async def _on_database_away(request: Request, error: Exception) -> JSONResponse:
+    """No connection, no free one, or a statement that was broken off: it passes, so clients are to come back."""
+    log.warning("request_without_database", request_id=getattr(request.state, "request_id", ""), error=reason(error))
+    message = (
+        "The database does not answer. Send the request again; if it changes something, look first whether it did."
+    )
+    return _answer(request, Unavailable(message, headers={"retry-after": str(AWAY_RETRY_S)}))
 
 
 async def _on_unexpected(request: Request, error: Exception) -> JSONResponse:
