@@ -347,14 +347,19 @@ async def declare_cost(
 
 @router.get("/nodes/{node_id}/idle")
 async def explain_idle(
-    services: GatewayServices, principal: Caller, node_id: UUID, hour: Annotated[datetime, Query()]
+    services: GatewayServices,
+    principal: Caller,
+    node_id: UUID,
+    hour: Annotated[str, Query(max_length=40, description="As 2026-11-30T13. By default the last whole one.")] = "",
+    zone: ZoneName = "UTC",
 ) -> dict[str, Any]:
     """Why a node did not earn within an hour, cause by cause; the minutes add up to sixty. Owners ask for their own."""
     principal.require("owner", "finance")
+    moment = periods.within_hour(hour, zone, now=utcnow())
     owner_id = None if "finance" in principal.roles else principal.organisation_id
 
     def find(session: Session) -> dict[str, Any]:
-        found = idle.explain(idle_rows.read(session, node_id, hour, owner_id))
+        found = idle.explain(idle_rows.read(session, node_id, moment, owner_id))
         worst = found.bottleneck
         return {
             "node": {"id": str(node_id), "name": found.node_name},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
 from typing import Annotated
 from uuid import UUID
 
@@ -15,7 +14,7 @@ from marketplace.core.clock import utcnow
 from marketplace.core.errors import FallowError
 from marketplace.core.process import session_factory
 from marketplace.finance import idle, idle_rows, service
-from marketplace.finance.period import zone
+from marketplace.finance.period import within_hour
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Why things went as they did.")
 
@@ -34,10 +33,10 @@ def idle_(
 ) -> None:
     """Account for an hour of a node: what it earned in, what it did not and why, in minutes that add up to sixty."""
     try:
-        start = _hour(hour, zone_name)
+        start = within_hour(hour, zone_name, now=utcnow())
         with service.snapshot(session_factory()) as session:
             found = idle.explain(idle_rows.read(session, node, start, None))
-    except (FallowError, ValueError) as error:
+    except FallowError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
     table = Table("cause", "minutes", "requests", "what, and what to do")
@@ -47,14 +46,3 @@ def idle_(
     tables.show(table)
     for note in found.notes:
         typer.echo(note)
-
-
-def _hour(text: str, zone_name: str) -> datetime:
-    """Raises ValueError and InvalidPeriod."""
-    if not text:
-        return utcnow() - timedelta(hours=1)
-    try:
-        start = datetime.fromisoformat(text)
-    except ValueError:
-        raise ValueError(f"{text[:40]!r} is no hour: write it like 2026-11-30T13.") from None
-    return start if start.tzinfo is not None else start.replace(tzinfo=zone(zone_name))

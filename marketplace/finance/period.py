@@ -28,6 +28,18 @@ def zone(name: str) -> ZoneInfo:
         raise InvalidPeriod(f"There is no time zone {name[:80]!r}; an example is 'Europe/Berlin'.") from None
 
 
+def within_hour(text: str, zone_name: str, *, now: datetime) -> datetime:
+    """A moment within the hour that is meant: `2026-11-30T13` by the clocks of the zone, or with an offset of its own;
+    empty: the last whole one. Raises InvalidPeriod."""
+    if not text:
+        return now - timedelta(hours=1)
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise InvalidPeriod(f"{text[:40]!r} is no hour: write it like 2026-11-30T13.", param="hour") from None
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=zone(zone_name))
+
+
 @dataclass(frozen=True, slots=True)
 class Period:
     """[start, end): what happened at `start` is inside, what happened at `end` is not. Shown in `zone_name`."""

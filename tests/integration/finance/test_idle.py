@@ -87,7 +87,7 @@ class TestAnHour:
         client = TestClient(app)
         path = f"/v1/finance/nodes/{world.node}/idle"
         ask = lambda who: client.get(  # noqa: E731
-            path, params={"hour": HOUR.isoformat()}, headers={"authorization": f"Bearer {keys[who]}"}
+            path, params={"hour": f"{HOUR:%Y-%m-%dT%H}"}, headers={"authorization": f"Bearer {keys[who]}"}
         )
         answer = ask("owner").json()
         assert answer["bottleneck"] == "demand"

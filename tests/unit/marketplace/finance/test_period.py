@@ -5,7 +5,7 @@ from datetime import UTC, date, datetime, timedelta
 
 import pytest
 
-from marketplace.finance.period import InvalidPeriod, Period
+from marketplace.finance.period import InvalidPeriod, Period, within_hour
 
 ZONES = ["UTC", "Europe/Berlin", "America/New_York", "Asia/Kathmandu", "Australia/Lord_Howe", "America/Santiago"]
 
@@ -54,3 +54,25 @@ class TestNames:
     def test_a_period_is_told_in_its_own_zone(self) -> None:
         told = str(Period.named("2026-03", "Asia/Kathmandu"))
         assert told == "2026-03-01 00:00:00 to 2026-04-01 00:00:00 (Asia/Kathmandu)"
+
+
+class TestWithinHour:
+    @pytest.mark.parametrize(
+        ("text", "zone_name", "hour"),
+        [
+            ("2026-11-30T13", "UTC", 13),
+            ("2026-11-30T13:20", "Europe/Berlin", 12),
+            ("2026-11-30T13+05:00", "Europe/Berlin", 8),
+            ("", "UTC", 6),
+        ],
+    )
+    def test_is_by_the_zone_s_clocks_unless_it_says_otherwise(self, text: str, zone_name: str, hour: int) -> None:
+        now = datetime(2026, 11, 30, 7, 30, tzinfo=UTC)
+        assert within_hour(text, zone_name, now=now).astimezone(UTC).hour == hour
+
+    @pytest.mark.parametrize(
+        ("text", "zone_name"), [("noon", "UTC"), ("2026-11-30T25", "UTC"), ("2026-11-30T13", "Mars")]
+    )
+    def test_that_is_none_is_refused(self, text: str, zone_name: str) -> None:
+        with pytest.raises(InvalidPeriod):
+            within_hour(text, zone_name, now=datetime.now(UTC))
