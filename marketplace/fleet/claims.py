@@ -148,7 +148,7 @@ def _clean(report: DeviceReport) -> DeviceReport:
     known_source = report.power_source in ("nvml", "declared") and power is not None
     return DeviceReport(
         device_id=report.device_id,
-        name=report.name[:MAX_CHARS] if plain(report.name[:MAX_CHARS]) else "",
+        name=words(report.name),
         kind=report.kind,
         memory_total_bytes=total,
         memory_used_bytes=used if total is None or used is None or used <= total else None,
@@ -160,7 +160,7 @@ def _clean(report: DeviceReport) -> DeviceReport:
         energy_mj=int_within(report.energy_mj, INT64_MAX) if report.power_source == "nvml" else None,
         temperature_c=report.temperature_c if _sane_temperature(report.temperature_c) else None,
         state=report.state if report.state in ("ok", "lost", "refused", "unavailable") else "unavailable",
-        reason=report.reason[:MAX_CHARS] if plain(report.reason[:MAX_CHARS]) else "",
+        reason=words(report.reason),
         throttle=None if report.throttle is None else [name for name in report.throttle[:MAX_THROTTLES] if plain(name)],
     )
 
@@ -200,6 +200,13 @@ def declared_mw(watts: float | None) -> int | None:
 def plain(text: str) -> bool:
     """True for a short text without control characters."""
     return len(text) <= MAX_CHARS and text.isprintable()
+
+
+def words(text: str) -> str:
+    """What a node says for people, as far as it is short; nothing where it has control characters, some of which no
+    database stores."""
+    head = text[:MAX_CHARS]
+    return head if plain(head) else ""
 
 
 def within(value: float | None, limit: float) -> float | None:

@@ -121,11 +121,12 @@ class NodeSession:
         devices = claims.check_devices(reports)
         known = {(device.device_id, device.name, device.memory_total_bytes) for device in self.devices}
         news = {(device.device_id, device.name, device.memory_total_bytes) for device in devices}
-        said = (available, reason[: claims.MAX_CHARS] if not available else "")
+        reason = claims.words(reason)
+        said = (available, reason if not available else "")
         changed = said != (self.available, self.unavailable_reason if not self.available else "") or known != news
         self.devices = devices
         self.available = available
-        self.unavailable_reason = reason[: claims.MAX_CHARS]
+        self.unavailable_reason = reason
         self.meter.sample(devices, utcnow())
         return changed
 

@@ -97,13 +97,19 @@ class TestANodeThatConnects:
             assert row.last_seen_at is not None
             assert (row.declared_idle_mw, row.declared_load_mw) == (10_000, 40_000)
 
+    @pytest.mark.parametrize("reason", ["a game runs", "no text\0"])
     def test_is_not_offered_while_its_owner_uses_it(
-        self, settings: Settings, session_factory: SessionFactory, variants: dict[str, UUID], node: Enrolled
+        self,
+        settings: Settings,
+        session_factory: SessionFactory,
+        variants: dict[str, UUID],
+        node: Enrolled,
+        reason: str,
     ) -> None:
         async def story() -> None:
             async with gateway(settings, session_factory, variants) as home, agent(home, node) as running:
                 await show_offer(home.fleet, running, variants[SHA256])
-                await running.say(telemetry(available=False, reason="a game runs"))
+                await running.say(telemetry(available=False, reason=reason))
                 wanted = demand(variant_id=variants[SHA256])
                 await until(lambda: not home.fleet.rank(wanted).offers)
                 assert home.fleet.rank(wanted).refusal.refused == {Filter.UNAVAILABLE: 1}
