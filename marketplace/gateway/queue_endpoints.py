@@ -164,12 +164,27 @@ async def _accept(
     if submission.webhook is not None:
         await asyncio.to_thread(_check_webhook, services, principal, submission.webhook)
     await take_tokens(services, principal, limits, measured)
+    order = _order(services, principal, request_id, submission, measured)
+    if span is not None and services.traces is not None:
+        span.set({**asked(measured), "fallow.job.id": ids.show("job", order.job_id)})
+        await services.traces.queued(order.job_id, span)
+    with step(span, "admit"):
+        answer = await _hold(services, order)
+    if isinstance(answer, Shortfall):
+        raise of_shortfall(answer, measured.max_output_tokens)
+    return answer
+
+
+def _order(
+    services: Services, principal: Principal, request_id: str, submission: Submission, measured: Measured
+) -> Order:
+    """The job as the queue takes it. Raises InvalidBody, MaxPriceNeeded, and InsufficientBalance without an account."""
     ceiling = _ceiling(services, measured, submission.max_price)
     account_id = principal.credit_account_id
     if account_id is None:
         needed_nano = measured.worst_nano(ceiling)
         raise InsufficientBalance(needed_nano=needed_nano, available_nano=0, affordable_output_tokens=0)
-    order = Order(
+    return Order(
         job_id=ids.new_id(),
         organisation_id=principal.organisation_id,
         key_id=principal.key_id,
@@ -185,14 +200,6 @@ async def _accept(
         deadline_s=submission.deadline_s,
         webhook_url=submission.webhook,
     )
-    if span is not None and services.traces is not None:
-        span.set({**asked(measured), "fallow.job.id": ids.show("job", order.job_id)})
-        await services.traces.queued(order.job_id, span)
-    with step(span, "admit"):
-        answer = await _hold(services, order)
-    if isinstance(answer, Shortfall):
-        raise of_shortfall(answer, measured.max_output_tokens)
-    return answer
 
 
 def _check_webhook(services: Services, principal: Principal, url: str) -> None:
