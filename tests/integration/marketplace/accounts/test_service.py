@@ -21,8 +21,8 @@ from tests.stack import until
 
 
 def waiting_for_locks(session: Session) -> int:
-    """Connections to this database that wait for another one's lock."""
-    query = "select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'"
+    """Connections that wait for a lock of this one."""
+    query = "select count(*) from pg_locks where not granted and pg_backend_pid() = any(pg_blocking_pids(pid))"
     return int(session.execute(text(query)).scalar_one())
 
 
