@@ -93,6 +93,8 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise TemplateError(f"the chat template does not compile: {error}") from error
+        # Each rendering copies them twice; Jinja's chain of mappings takes longer for that than a small chat.
+        self._template.globals = dict(self._template.globals)
         self.capabilities = self._probe()
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> str:

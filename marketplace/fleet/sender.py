@@ -32,8 +32,12 @@ def size_of(frame: Any) -> int:
 class FrameSender:
     """Frames put within one turn of the event loop leave as one message."""
 
-    def __init__(self, write: Callable[[bytes], Awaitable[None]]) -> None:
+    def __init__(
+        self, write: Callable[[bytes], Awaitable[None]], write_now: Callable[[bytes], bool] = lambda _: False
+    ) -> None:
+        """`write_now` is asked first, where there is one; it says False if the message has to wait."""
         self._write = write
+        self._write_now = write_now
         self._frames: deque[tuple[Any, int]] = deque()
         self._bytes = 0
         self._ready = asyncio.Event()
@@ -66,6 +70,8 @@ class FrameSender:
             self._ready.clear()
             while self._frames:
                 message = encode(self._take())
+                if self._write_now(message):
+                    continue
                 async with asyncio.timeout(WRITE_TIMEOUT_S):
                     await self._write(message)
 

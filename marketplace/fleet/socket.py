@@ -53,7 +53,8 @@ CLOSE_POLICY: Final = 1008
 CLOSE_BUSY: Final = 1013
 WORK: Final = frozenset({Tokens, Vectors, Accepted, Refused, Finished, Failed})
 LISTEN: Final = "fallow.listen"
-"""ASGI extension of a server that can hand over messages without a queue: `extensions[LISTEN]["listen"](take)`."""
+"""ASGI extension of a server that can do without queues and coroutines: `extensions[LISTEN]["listen"](take)` hands over
+messages, `["write"](message)` sends one, and is False where that has to wait."""
 
 
 class Home(Protocol):
@@ -102,7 +103,8 @@ class AgentSocket:
         async def write(message: bytes) -> None:
             await send({"type": "websocket.send", "bytes": message})
 
-        sender = FrameSender(write)
+        direct = scope.get("extensions", {}).get(LISTEN)
+        sender = FrameSender(write, direct["write"]) if direct is not None else FrameSender(write)
         self._greeting += 1
         try:
             session, rest = await self._greet(receive, write, sender)

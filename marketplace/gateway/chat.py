@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from marketplace.accounts.auth import Principal
@@ -165,12 +166,9 @@ class ChatApp:
             if chat.service_tier == FLEX
             else Interactive(services, caller, measured, outlet, self._surface)
         )
-        watch = asyncio.create_task(_watch(exchange.receive, interactive))
-        try:
+        with _watching(exchange, interactive):
             await self._admit(interactive, measured, principal)
             await interactive.run()
-        finally:
-            watch.cancel()
         if isinstance(outlet, StreamOutlet) and outlet.cut:
             abort_connection(exchange.send)
 
@@ -264,8 +262,25 @@ def refusal_outcome(error: FallowError) -> Outcome:
     return Outcome.REQUEST_REJECTED if error.status < 500 else Outcome.PLATFORM_FAILED
 
 
+@contextlib.contextmanager
+def _watching(exchange: _Exchange, interactive: Interactive) -> Iterator[None]:
+    """Stop the request when its client leaves, streaming or not."""
+    body = exchange.body
+    if body is not None:
+        body.when_gone(lambda: interactive.stop(Ending.CANCELLED))
+        try:
+            yield
+        finally:
+            body.when_gone(None)
+        return
+    watch = asyncio.create_task(_watch(exchange.receive, interactive))
+    try:
+        yield
+    finally:
+        watch.cancel()
+
+
 async def _watch(receive: Receive, interactive: Interactive) -> None:
-    """Hear when the client leaves, streaming or not."""
     with contextlib.suppress(asyncio.CancelledError):
         while (await receive())["type"] != "http.disconnect":
             pass

@@ -36,6 +36,11 @@ class Body(Protocol):
         """Send a part that is not empty. Only while `writable`."""
         ...
 
+    def when_gone(self, hear: Callable[[], None] | None) -> None:
+        """Call this, on the event loop, if the client leaves before its answer is whole, at once if it has left; None:
+        do not call any more. The request's body must have been read."""
+        ...
+
 
 class ClientGoneError(Exception):
     """The client left before its request was whole."""

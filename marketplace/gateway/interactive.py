@@ -450,14 +450,15 @@ class Interactive:
         return ("length",) * self._measured.choices
 
     async def _finish(self, settled: Settled, reasons: Sequence[str]) -> None:
-        usage = self._usage(settled.tokens, settled.priced)
         if isinstance(self._outlet, StreamOutlet):
+            usage = self._usage(settled.tokens, settled.priced) if self._measured.chat.include_usage else None
             self._outlet.note_checks(self._schema_checks)
-            await self._outlet.finish(reasons, usage if self._measured.chat.include_usage else None, self._served_by)
+            await self._outlet.finish(reasons, usage, self._served_by)
             return
-        await self._outlet.finish(
-            self._vectors(settled.tokens, settled.priced) or self._whole(settled.pieces, reasons, usage)
-        )
+        whole = self._vectors(settled.tokens, settled.priced)
+        if whole is None:
+            whole = self._whole(settled.pieces, reasons, self._usage(settled.tokens, settled.priced))
+        await self._outlet.finish(whole)
 
     def _vectors(self, tokens: TokenCounts, priced: Priced | None) -> dict[str, Any] | None:
         """The answer of an embeddings request; None of any other."""

@@ -72,10 +72,11 @@ class HeadTooLarge(BadRequest):
 class ChunkedBody:
     """The http.Body of one exchange."""
 
-    __slots__ = ("_cycle",)
+    __slots__ = ("_cycle", "hear_gone")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
+        self.hear_gone: Callable[[], None] | None = None
 
     @property
     def writable(self) -> bool:
@@ -85,6 +86,59 @@ class ChunkedBody:
 
     def write(self, part: bytes) -> None:
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+
+    def when_gone(self, hear: Callable[[], None] | None) -> None:
+        self.hear_gone = hear
+        if hear is None:
+            return
+        # uvicorn may have stopped reading behind a large body, and would not notice that the client leaves.
+        self._cycle.flow.resume_reading()
+        if self._cycle.disconnected:
+            hear()
+
+
+class HeadKeeper:
+    """The transport of one exchange until its head has left: with the first part of the body, in one write and one
+    packet, or by itself if this turn of the event loop brings none."""
+
+    __slots__ = ("_cycle", "_head", "_loop", "_transport")
+
+    def __init__(self, cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop) -> None:
+        self._cycle = cycle
+        self._transport: asyncio.Transport = cycle.transport
+        self._head = b""
+        self._loop = loop
+
+    def write(self, data: bytes) -> None:
+        """Called by the exchange: the head first, then the body."""
+        if not self._cycle.response_started:
+            # An interim response (100) is nothing that may wait.
+            self._transport.write(data)
+        elif self._head:
+            self._head += data
+            self._leave()
+        else:
+            self._head = data
+            self._loop.call_soon(self._leave)
+
+    def is_closing(self) -> bool:
+        """Called by the exchange."""
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        """Called by the exchange after its end."""
+        self._leave()
+        self._transport.close()
+
+    def abort(self) -> None:
+        """What was not sent is not sent."""
+        self._transport.abort()
+
+    def _leave(self) -> None:
+        head, self._head = self._head, b""
+        self._cycle.transport = self._transport
+        if head and not self._transport.is_closing():
+            self._transport.write(head)
 
 
 class JsonHttpProtocol(HttpToolsProtocol):
@@ -101,6 +155,8 @@ class JsonHttpProtocol(HttpToolsProtocol):
         """The exchange that was incomplete at the last look; None: a connection's first. `self`: nothing was."""
         self._running: RequestResponseCycle | None = None
         """The exchange that is being answered; uvicorn's own `cycle` is the newest, which may have to wait for it."""
+        self._body: ChunkedBody | None = None
+        """Its answer."""
         self._in_head = True
         self._body_bytes = 0
         self._head_bytes = 0
@@ -173,11 +229,15 @@ class JsonHttpProtocol(HttpToolsProtocol):
             return None
         running.disconnected = True
         running.message_event.set()
+        if self._body is not None and self._body.hear_gone is not None:
+            self._body.hear_gone()
         return running
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        cycle.scope["extensions"] = {BODY: {"body": ChunkedBody(cycle)}}
+        self._body = ChunkedBody(cycle)
+        cycle.scope["extensions"] = {BODY: {"body": self._body}}
+        cycle.transport = HeadKeeper(cycle, self.loop)  # type: ignore[assignment]  # what an exchange uses of it
         super()._start_asgi_task(cycle, app)
 
     def _awaits_head(self) -> bool:

@@ -83,7 +83,7 @@ class DirectSocketProtocol(WebSocketsSansIOProtocol):
         """Called with the handshake."""
         super().handle_connect(event)
         if not self.close_sent:
-            self.scope["extensions"][LISTEN] = {"listen": self.listen}
+            self.scope["extensions"][LISTEN] = {"listen": self.listen, "write": self.write_now}
 
     def listen(self, take: Callable[[bytes | None], None]) -> None:
         """Hand every message to `take` from now on, beginning with those that wait; None stands for a text. It must not
@@ -102,12 +102,17 @@ class DirectSocketProtocol(WebSocketsSansIOProtocol):
     async def send(self, message: Any) -> None:
         """Called by the application."""
         data = message.get("bytes")
-        open_ = self.handshake_complete and not self.disconnected and self.conn.state is State.OPEN
-        if data is not None and open_ and self.writable.is_set():
-            # A server's frames carry no mask: a head, and the message as it is.
-            self.transport.write(_head(len(data)) + data)
-        else:
+        if data is None or not self.write_now(data):
             await super().send(message)
+
+    def write_now(self, data: bytes) -> bool:
+        """Send a message without a coroutine. False: it would have to wait, or there is no socket."""
+        open_ = self.handshake_complete and not self.disconnected and self.conn.state is State.OPEN
+        if not open_ or not self.writable.is_set():
+            return False
+        # A server's frames carry no mask: a head, and the message as it is.
+        self.transport.write(_head(len(data)) + data)
+        return True
 
     def send_receive_event_to_app(self) -> None:
         """Called for messages that went through the library: texts, and those in several frames."""
