@@ -11,13 +11,13 @@ import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from hashlib import sha1
-from typing import Any
+from typing import Any, Final
 
 import hiredis
 import redis
 import redis.asyncio
 from redis.asyncio.connection import AbstractConnection
-from redis.exceptions import NoScriptError, RedisError, ResponseError
+from redis.exceptions import BusyLoadingError, RedisError
 
 from marketplace.core.logs import get_logger
 
@@ -26,6 +26,8 @@ RETRY_AFTER_S = 1.0
 """After a failure, calls are refused at once for this long."""
 TIMEOUT_S = 0.5
 """A round trip that takes longer counts as a failure: the caller goes on without."""
+_MORE: Final = object()
+"""What the parser answers while a reply is not whole."""
 MAX_BATCH = 256
 """Calls in one pipeline."""
 MAX_WAITING = 20_000
@@ -58,15 +60,84 @@ _Call = tuple[Script, Sequence[Any], Sequence[Any], "asyncio.Future[Any]"]
 """A script with its keys and arguments, and who waits for the reply."""
 
 
+class _Line(asyncio.Protocol):
+    """A connection that the client has opened and greeted, and whose bytes are ours from then on: commands leave in one
+    write, replies are read in the call that brings them, and one timer stands for the round trip."""
+
+    def __init__(self, connection: AbstractConnection) -> None:
+        writer = connection._writer
+        assert writer is not None
+        self._connection = connection
+        self._transport = writer.transport
+        self._loop = asyncio.get_running_loop()
+        self._reader = hiredis.Reader(notEnoughData=_MORE)
+        self._asked: asyncio.Future[list[Any]] | None = None
+        self._wanted = 0
+        self._replies: list[Any] = []
+        self.open = True
+        self._transport.set_protocol(self)
+
+    async def ask(self, commands: Iterable[tuple[Any, ...]], timeout_s: float) -> list[Any]:
+        """Send commands together and wait for a reply to each; a refusal is a reply. One caller at a time. Raises
+        OSError and TimeoutError, after which the line is of no use."""
+        packed = [hiredis.pack_command(command) for command in commands]
+        self._wanted, self._replies = len(packed), []
+        asked: asyncio.Future[list[Any]] = self._loop.create_future()
+        self._asked = asked
+        guard = self._loop.call_later(timeout_s, self._fail, TimeoutError())
+        self._transport.write(b"".join(packed))
+        try:
+            return await asked
+        finally:
+            guard.cancel()
+            self._asked = None
+
+    async def close(self) -> None:
+        """Drop the connection."""
+        self.open = False
+        await self._connection.disconnect(nowait=True)
+
+    def data_received(self, data: bytes) -> None:
+        """Called by the loop."""
+        asked = self._asked
+        if asked is None:
+            # Nothing was asked: what follows cannot be told apart from replies.
+            self.open = False
+            return
+        try:
+            self._reader.feed(data)
+            while len(self._replies) < self._wanted:
+                reply = self._reader.gets()
+                if reply is _MORE:
+                    return
+                self._replies.append(reply)
+        except hiredis.HiredisError as error:
+            self._fail(ConnectionError(f"no reply of Valkey's: {error}"))
+            return
+        if not asked.done():
+            asked.set_result(self._replies)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Called by the loop."""
+        self._fail(error if isinstance(error, OSError) else ConnectionError("Valkey closed the connection"))
+
+    def _fail(self, error: OSError) -> None:
+        self.open = False
+        if self._asked is not None and not self._asked.done():
+            self._asked.set_exception(error)
+
+
 class ValkeyPipe:
     """Batches script calls. Not thread-safe: one event loop."""
 
     def __init__(self, client: redis.asyncio.Redis, *, timeout_s: float = TIMEOUT_S) -> None:
         self._client = client
         self._timeout_s = timeout_s
-        self._connection: AbstractConnection | None = None
+        self._line: _Line | None = None
         self._waiting: list[_Call] = []
         self._task: asyncio.Task[None] | None = None
+        self._rest: asyncio.Future[None] | None = None
+        """What the task waits for while there is nothing to send."""
         self._down_until = 0.0
         self._loaded: set[str] = set()
 
@@ -83,8 +154,10 @@ class ValkeyPipe:
             raise ValkeyDownError("too many calls wait")
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append((script, keys, args, future))
-        if self._task is None:
+        if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._flush())
+        elif self._rest is not None and not self._rest.done():
+            self._rest.set_result(None)
         return await future
 
     async def close(self) -> None:
@@ -97,19 +170,21 @@ class ValkeyPipe:
         await self._client.aclose()
 
     async def _flush(self) -> None:
+        loop = asyncio.get_running_loop()
         try:
-            while self._waiting:
-                batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
-                await self._send(batch)
+            while True:
+                while self._waiting:
+                    batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
+                    await self._send(batch)
+                self._rest = loop.create_future()
+                await self._rest
         finally:
-            self._task = None
             left, self._waiting = self._waiting, []
             _fail(left)
 
     async def _send(self, batch: Sequence[_Call]) -> None:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                replies = await self._replies(batch)
+            replies = await self._replies(batch)
         except (RedisError, OSError, TimeoutError) as error:
             log.warning("valkey_down", error=str(error) or type(error).__name__, calls=len(batch))
             self._down_until = time.monotonic() + RETRY_AFTER_S
@@ -124,52 +199,48 @@ class ValkeyPipe:
         for (_, _, _, future), reply in zip(batch, replies, strict=True):
             if future.done():
                 continue
-            if isinstance(reply, Exception):
+            if isinstance(reply, hiredis.ReplyError):
                 log.warning("valkey_script_failed", error=str(reply))
                 future.set_exception(ValkeyDownError(str(reply)))
             else:
                 future.set_result(reply)
 
     async def _replies(self, batch: Sequence[_Call]) -> list[Any]:
-        connection = await self._connected()
+        line = self._line
+        if line is None or not line.open:
+            line = await self._connect()
         # Scripts are made known before their first use: one that Valkey does not know would run after the rest of its
         # batch, and a slot would be asked for before it is given back.
-        await self._load(connection, {script.source for script, *_ in batch} - self._loaded)
-        replies = await _round_trip(connection, map(_words, batch))
+        await self._load(line, {script.source for script, *_ in batch} - self._loaded)
+        replies = await line.ask(map(_words, batch), self._timeout_s)
         # Valkey was restarted, or told to forget, between the two; nothing of a NOSCRIPT call has run.
-        missing = [i for i, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+        missing = [i for i, reply in enumerate(replies) if _refused(reply, "NOSCRIPT")]
         if missing:
-            await self._load(connection, {batch[i][0].source for i in missing})
-            for i, reply in zip(
-                missing, await _round_trip(connection, [_words(batch[i]) for i in missing]), strict=True
-            ):
+            await self._load(line, {batch[i][0].source for i in missing})
+            again = await line.ask([_words(batch[i]) for i in missing], self._timeout_s)
+            for i, reply in zip(missing, again, strict=True):
                 replies[i] = reply
+        if any(_refused(reply, "LOADING") for reply in replies):
+            raise BusyLoadingError("Valkey reads its data")
         return replies
 
-    async def _load(self, connection: AbstractConnection, sources: Iterable[str]) -> None:
+    async def _load(self, line: _Line, sources: Iterable[str]) -> None:
         for source in sources:
-            await _round_trip(connection, [("SCRIPT", "LOAD", source)])
+            await line.ask([("SCRIPT", "LOAD", source)], self._timeout_s)
             self._loaded.add(source)
 
-    async def _connected(self) -> AbstractConnection:
-        connection = self._connection
-        if connection is not None and await connection.can_read():
-            # Nothing was asked: Valkey closed it, while it restarted say.
-            await self._disconnect()
-            connection = None
-        if connection is None:
-            made: AbstractConnection = self._client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
-            # One timeout stands around the whole round trip instead.
-            made.socket_timeout = None
-            connection = self._connection = made
-        if not connection.is_connected:
-            await connection.connect()  # type: ignore[no-untyped-call]
-        return connection
+    async def _connect(self) -> _Line:
+        await self._disconnect()
+        made: AbstractConnection = self._client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
+        async with asyncio.timeout(self._timeout_s):
+            await made.connect()  # type: ignore[no-untyped-call]
+        self._line = _Line(made)
+        return self._line
 
     async def _disconnect(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            await connection.disconnect(nowait=True)
+        line, self._line = self._line, None
+        if line is not None:
+            await line.close()
 
 
 def _words(call: _Call) -> tuple[Any, ...]:
@@ -177,17 +248,8 @@ def _words(call: _Call) -> tuple[Any, ...]:
     return ("EVALSHA", script.sha, len(keys), *keys, *args)
 
 
-async def _round_trip(connection: AbstractConnection, commands: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Send commands together and read a reply to each; a refusal is a reply."""
-    packed = [hiredis.pack_command(command) for command in commands]
-    await connection.send_packed_command(packed, check_health=False)
-    replies: list[Any] = []
-    for _ in packed:
-        try:
-            replies.append(await connection.read_response())
-        except ResponseError as error:
-            replies.append(error)
-    return replies
+def _refused(reply: Any, word: str) -> bool:
+    return isinstance(reply, hiredis.ReplyError) and str(reply).startswith(word)
 
 
 def _fail(calls: Sequence[_Call]) -> None:
