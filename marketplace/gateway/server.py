@@ -199,6 +199,14 @@ class JsonHttpProtocol(HttpToolsProtocol):
         self._body_bytes += len(body)
         super().on_body(body)
 
+    def on_response_complete(self) -> None:
+        """Called by the exchange that was answered."""
+        if self._running is not None:
+            # It and its body know each other: the collector would have to find every request.
+            self._running.scope.pop("extensions", None)
+        self._body = None
+        super().on_response_complete()
+
     def handle_websocket_upgrade(self) -> None:
         """Sockets have their own patience."""
         self._stop_looking()

@@ -192,10 +192,10 @@ def arrange(found: Sequence[Found], wanted: Want, rng: Random, *, limit: int, hi
     """Put what was found in order: the pick, what is tied with it, then by cost. At most `limit` of them."""
     if not found:
         return Ranked((), (), Refusal(), tied=0)
-    first = pick_place(found, wanted, rng, hidden)
-    tied = tied_places(found, wanted) if not wanted.queued else [first]
+    tied = tied_places(found, wanted)
+    first = pick_place(found, wanted, rng, hidden, tied)
     # Work that waits wants the fullest engine, which the pick already says.
-    if first not in tied:
+    if wanted.queued or first not in tied:
         tied = [first]
     chosen = set(tied)
     rest = sorted((place for place in range(len(found)) if place not in chosen), key=lambda at: found[at][1].total_s)
@@ -211,13 +211,17 @@ def arrange(found: Sequence[Found], wanted: Want, rng: Random, *, limit: int, hi
     )
 
 
-def pick_place(found: Sequence[Found], wanted: Want, rng: Random, hidden: float = 0.0) -> int:
-    """Which of what was found is taken. `hidden` picks of others are under way unseen; many of them spread it wider."""
+def pick_place(
+    found: Sequence[Found], wanted: Want, rng: Random, hidden: float = 0.0, tied: list[int] | None = None
+) -> int:
+    """Which of what was found is taken. `hidden` picks of others are under way unseen; many of them spread it wider.
+    `tied` are the `tied_places`, where the caller has them."""
     if len(found) == 1:
         return 0
     if hidden >= 1.0 and not wanted.queued:
         return _spread(found, wanted, rng, hidden)
-    tied = tied_places(found, wanted)
+    if tied is None:
+        tied = tied_places(found, wanted)
     if len(tied) == 1:
         return tied[0]
     if wanted.queued:
