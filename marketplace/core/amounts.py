@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Final
 
 NANO_DIGITS: Final = 9
@@ -10,6 +11,7 @@ MAX_USD_PER_MTOK: Final = 1_000_000
 _PRICE = re.compile(r"(\d{1,7})(?:\.(\d{1,9}))?", re.ASCII)
 
 
+@lru_cache(maxsize=4_096)
 def usd(nano: int) -> str:
     """Nano-USD as a decimal string of USD, exact, without needless zeros: 1_500_000 is `0.0015`."""
     sign, nano = ("-", -nano) if nano < 0 else ("", nano)

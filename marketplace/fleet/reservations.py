@@ -19,9 +19,9 @@ from marketplace.fleet.occupancy import Occupancy
 from marketplace.matching.rules import DEFAULT_RULES, Rules
 from marketplace.matching.types import OfferView, Ranked
 
-CANDIDATES: Final = 16
-"""Offers that one round trip considers."""
-MAX_ROUNDS: Final = 4
+CANDIDATES: Final = 8
+"""Offers that one round trip considers: the best few, as each costs the gateway a key to write."""
+MAX_ROUNDS: Final = 8
 """Round trips before a ranking counts as taken."""
 
 # ARGV: attempt, ttl in ms, how many of the first are tied, slots of each key. Answers {index from 1 or 0, slots taken
