@@ -7,8 +7,8 @@ The vocabulary is OpenRouter's `provider` object. A provider here is an owner (`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any, Final
 from uuid import UUID
@@ -17,7 +17,7 @@ import msgspec
 
 from agent.sizing.variants import EMBED
 from marketplace.accounts.auth import Principal
-from marketplace.catalog.service import VariantView
+from marketplace.catalog.service import Catalog, VariantView
 from marketplace.core.amounts import nano_per_mtok, usd
 from marketplace.core.errors import BadRequest, NotFound
 from marketplace.core.ids import parse as parse_id
@@ -26,8 +26,8 @@ from marketplace.gateway.bodies import ProviderBody
 from marketplace.gateway.parse import Inference
 from marketplace.gateway.services import Services
 from marketplace.gateway.strict import InvalidBody
-from marketplace.matching.rank import rank, worst_nano
-from marketplace.matching.types import DataTerms, Demand, Filter, OfferView, Ranked, Rates, Refusal, Sort
+from marketplace.matching.choice import ANY, NO_LIMIT, Choice, rank_within
+from marketplace.matching.types import DataTerms, Demand, OfferView, Ranked, Rates, Sort
 from marketplace.metering.pricing import worst_case
 
 ALIASES: Final = {
@@ -38,76 +38,13 @@ ALIASES: Final = {
 """Names that stand for the model that fits best now, by this order."""
 MAX_CANDIDATES: Final = 32
 """Variants looked at for one of these names."""
-NO_LIMIT: Final = 10**15
-"""Nano-USD per million tokens: the ceiling of a class whose price was left open."""
 CHARACTERS_PER_TOKEN: Final = 4
-CLASSES: Final = {"int4": ("q4", "iq4", "awq", "gptq", "mxfp4"), "int8": ("q8",), "fp16": ("f16",), "fp32": ("f32",)}
-"""OpenRouter's names of precision, by the beginnings of the formats that have it."""
 
 
 class NoMatchingVariant(BadRequest):
     """No variant that is sold has what was asked for."""
 
     code = "no_matching_variant"
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A checked `provider` object."""
-
-    only: frozenset[UUID] = frozenset()
-    """Owners and nodes; none: all."""
-    ignored: frozenset[UUID] = frozenset()
-    order: tuple[UUID, ...] = ()
-    """These first, in this order."""
-    fallbacks: bool = True
-    """False: nobody but those of `order`; without it, nobody but the first pick."""
-    quantisations: tuple[str, ...] = ()
-    sort: Sort = Sort.BALANCED
-    by_speed: bool = False
-    """Sorted by tokens a second."""
-    ceiling: Rates | None = None
-    regions: frozenset[str] = frozenset()
-    proven_only: bool = False
-    private_only: bool = False
-
-    @property
-    def lists(self) -> bool:
-        """True if offers must be looked at one by one."""
-        return bool(self.only or self.ignored or self.order or self.strictly_sorted)
-
-    @property
-    def strictly_sorted(self) -> bool:
-        """True if price or speed alone decides, and no load: as the renter's word says."""
-        return self.by_speed or self.sort is Sort.PRICE
-
-    def admits(self, offer: OfferView) -> bool:
-        """True unless the lists keep the offer out."""
-        names = {offer.node_id, offer.owner_organisation_id}
-        if names & self.ignored or (self.only and not names & self.only):
-            return False
-        return self.fallbacks or not self.order or bool(names & set(self.order))
-
-    def quantised(self, variant: VariantView) -> bool:
-        """True if the variant's precision is one of those asked for."""
-        if not self.quantisations:
-            return True
-        own = variant.quantisation.lower()
-        return any(own == name or own.startswith(CLASSES.get(name, ("\0",))) for name in self.quantisations)
-
-    def narrow(self, demand: Demand) -> Demand:
-        """The demand within this choice. A tighter ceiling that it has already stays."""
-        return replace(
-            demand,
-            ceiling=demand.ceiling or self.ceiling,
-            regions=self.regions,
-            proven_only=self.proven_only,
-            private_only=self.private_only,
-            sort=self.sort,
-        )
-
-
-ANY: Final = Choice()
 
 
 def choice_of(asked: ProviderBody | None, default: Mapping[str, Any] | None) -> Choice:
@@ -166,63 +103,53 @@ def _rate(price: Decimal | None, field: str) -> int:
 def find(services: Services, demand: Demand, choice: Choice) -> Ranked:
     """Offers that can run the demand within the choice, best first. With lists of providers every offer of the variant
     is looked at; else the index answers."""
-    if not choice.lists:
-        return services.fleet.rank(demand)
+    return find_all(services, demand, choice) if choice.lists else services.fleet.rank(demand)
+
+
+def find_all(services: Services, demand: Demand, choice: Choice = ANY) -> Ranked:
+    """The same, with every offer looked at: in time that grows with their number, for answers that tell of all."""
     offers = services.fleet.view.offers(demand.variant_id)
-    admitted = [offer for offer in offers if choice.admits(offer)]
     resting = services.fleet.resting(demand.variant_id)
-    ranked = rank(admitted, demand, services.rng, rules=services.fleet.rules, resting=resting)
-    kept_out = len({offer.node_id for offer in offers} - {offer.node_id for offer in admitted})
-    refusal = Refusal({**ranked.refusal.refused, Filter.CHOICE: kept_out}) if kept_out else ranked.refusal
-    places = sorted(range(len(ranked.offers)), key=lambda at: (*_preference(ranked.offers[at], demand, choice), at))
-    return replace(
-        ranked,
-        offers=tuple(ranked.offers[place] for place in places),
-        ttft_s=tuple(ranked.ttft_s[place] for place in places),
-        end_s=tuple(ranked.end_s[place] for place in places) if ranked.end_s else (),
-        refusal=refusal,
-        # Where the renter says who comes first, no emptier one may be taken instead.
-        tied=1 if choice.order or choice.strictly_sorted else ranked.tied,
-    )
-
-
-def _preference(offer: OfferView, demand: Demand, choice: Choice) -> tuple[int, float]:
-    names = (offer.node_id, offer.owner_organisation_id)
-    place = min((choice.order.index(name) for name in names if name in choice.order), default=len(choice.order))
-    if choice.by_speed:
-        return place, -(offer.decode_tokens_per_s or 0.0)
-    return place, worst_nano(offer.rates, demand) if choice.sort is Sort.PRICE else 0
+    return rank_within(offers, demand, choice, services.rng, rules=services.fleet.rules, resting=resting)
 
 
 def choose_variant(services: Services, chat: Inference, choice: Choice, principal: Principal) -> VariantView:
     """The variant that a request means: the one that it names, one of the precisions that it asks for, or the one
     that fits best now. Raises UnknownModel and NoMatchingVariant."""
-    catalog = services.catalog
+    found = candidates(services.catalog, chat, choice, principal.may_use)
+    if len(found) == 1 or chat.task == EMBED:
+        # The oldest one: which of them embeds must not change with the market.
+        return found[0]
+    return _best(services, chat, choice, found)
+
+
+def candidates(
+    catalog: Catalog, chat: Inference, choice: Choice, may_use: Callable[[str], bool]
+) -> Sequence[VariantView]:
+    """Variants that a request may mean, the oldest first; the one alone that it names, unless it asks for a precision.
+    `may_use` tells of a model whether the key may. Raises UnknownModel, NoMatchingVariant and InvalidBody."""
     if chat.task == EMBED and is_alias(chat.model):
         raise InvalidBody(
             "Name the model: vectors of different models cannot be compared, so none is chosen for you.", param="model"
         )
     named = None if is_alias(chat.model) else catalog.resolve(chat.model)
     if named is not None and not choice.quantisations:
-        return named
-    candidates = [
+        return [named]
+    found = [
         variant
         for variant in ([named] if named is not None and set(":@") & set(chat.model) else catalog.all())
         if (named is None or variant.model_id == named.model_id)
-        and choice.quantised(variant)
-        and principal.may_use(variant.model_id)
+        and choice.quantised(variant.quantisation)
+        and may_use(variant.model_id)
         and (named is not None or variant.task == chat.task)
         and (variant.supports_tools or not chat.uses_tools)
     ][:MAX_CANDIDATES]
-    if not candidates:
+    if not found:
         raise NoMatchingVariant(
             "No variant that is sold here, and that this key may use, has what is asked for.",
             param="model" if not choice.quantisations else "provider.quantizations",
         )
-    if len(candidates) == 1 or chat.task == EMBED:
-        # The oldest one: which of them embeds must not change with the market.
-        return candidates[0]
-    return _best(services, chat, choice, candidates)
+    return found
 
 
 def is_alias(model: str) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from marketplace.gateway.outcomes import FAULTS, Ending
 from marketplace.gateway.parse import choices_of
 from marketplace.gateway.services import Services
 from marketplace.jobs.repository import Dispatch
+from marketplace.matching.choice import Choice
 from marketplace.matching.live import UNKNOWN_DECODE_TOKENS_PER_S, UNKNOWN_PREFILL_TOKENS_PER_S
 from marketplace.matching.types import Demand, OfferView, Service
 
@@ -30,6 +32,12 @@ def demand_of(dispatch: Dispatch) -> Demand:
         choices=choices_of(dispatch.body or {}),
         longest_input_tokens=(dispatch.body or {}).get("longest_input_tokens"),
     )
+
+
+def ends_with(choice: Choice, ending: Ending) -> bool:
+    """True if a job of that choice ends with an attempt that ended so: its first pick failed, and nobody else may take
+    over. What is not the node's fault waits for that node again."""
+    return choice.first_only and FAULTS.get(ending) == "node"
 
 
 def offer_of(services: Services, dispatch: Dispatch) -> OfferView:

@@ -16,9 +16,10 @@ from marketplace.billing.service import balance
 from marketplace.core.database import SessionFactory
 from marketplace.gateway import gauges, metrics, models
 from marketplace.gateway.bodies import FLEX
+from marketplace.gateway.choice import find_all
 from marketplace.gateway.deps import Caller, GatewayServices, Renter
 from marketplace.gateway.explanations import explain_request
-from marketplace.gateway.quote import Purse, find_all, measure, quote
+from marketplace.gateway.quote import Purse, measure, quote
 from marketplace.gateway.surface import parse_any
 from marketplace.gateway.tokenize import parse_tokenize, tokenize
 from marketplace.metering.pricing import BASIS_POINTS

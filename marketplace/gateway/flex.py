@@ -14,15 +14,15 @@ from typing import Final
 from marketplace.core.errors import FallowError, RateLimited
 from marketplace.core.logs import get_logger
 from marketplace.core.tracing import step
-from marketplace.gateway.choice import ANY
-from marketplace.gateway.dispatched import demand_of, offer_of, runs_s
+from marketplace.gateway.choice import find_all
+from marketplace.gateway.dispatched import demand_of, ends_with, offer_of, runs_s
 from marketplace.gateway.execution import Execution, LeaseLost, Settled, Work
 from marketplace.gateway.failures import NoCapacity, failure, of_shortfall
 from marketplace.gateway.http import Scope, header
 from marketplace.gateway.interactive import Caller, Interactive
 from marketplace.gateway.outcomes import Ending, moves_on
 from marketplace.gateway.outlets import JsonOutlet, StreamOutlet, WholeOutlet
-from marketplace.gateway.quote import Measured, dearest, find_all
+from marketplace.gateway.quote import Measured, dearest
 from marketplace.gateway.services import Draining, Services
 from marketplace.gateway.strict import InvalidBody
 from marketplace.gateway.surface import Surface
@@ -121,15 +121,10 @@ class Flex(Interactive):
 
     def _order(self) -> Order:
         services, caller, measured = self._services, self._caller, self._measured
-        if measured.choice is not ANY:
-            raise InvalidBody(
-                "Flex runs wherever it costs least: it takes no `provider`, nor a key or a model name with one.",
-                param="provider",
-            )
         rates = dearest(services, measured)
         if rates is None:
             demand = measured.demand(caller.principal.organisation_id)
-            raise NoCapacity(find_all(services, demand).refusal)
+            raise NoCapacity(find_all(services, demand, measured.choice).refusal)
         settings = services.settings
         return Order(
             job_id=self._job_id,
@@ -150,6 +145,7 @@ class Flex(Interactive):
             price_basis_points=settings.flex_price_basis_points,
             gateway_id=settings.gateway_id,
             client_lease_s=settings.lease_s,
+            choice=measured.choice,
         )
 
     # --- the run --------------------------------------------------------------------------------------------------
@@ -253,7 +249,8 @@ class Flex(Interactive):
             run = await execution.attempt(offer, dispatch.attempt_id, dispatch.epoch)
             assert run.ending is not None
             accepted = run.token_count > 0
-            if self._gone is None and moves_on(run.ending, exposed=self._outlet.exposed, accepted=accepted):
+            free = self._gone is None and not ends_with(self._measured.choice, run.ending)
+            if free and moves_on(run.ending, exposed=self._outlet.exposed, accepted=accepted):
                 await execution.pass_on(run, JobState.QUEUED)
                 if services.pump is not None:
                     services.pump.nudge(ASSIGN)

@@ -20,7 +20,7 @@ from marketplace.core.tracing import Span, step
 from marketplace.gateway import kept
 from marketplace.gateway.answer import usage_object
 from marketplace.gateway.attempt import AttemptRun
-from marketplace.gateway.choice import find, served_by, served_headers
+from marketplace.gateway.choice import find, find_all, served_by, served_headers
 from marketplace.gateway.execution import Execution, LeaseLost, Settled, Work
 from marketplace.gateway.failures import (
     InsufficientBalance,
@@ -31,7 +31,7 @@ from marketplace.gateway.failures import (
 )
 from marketplace.gateway.outcomes import Ending, moves_on
 from marketplace.gateway.outlets import JsonOutlet, StreamOutlet, note_checks
-from marketplace.gateway.quote import Measured, find_all
+from marketplace.gateway.quote import Measured
 from marketplace.gateway.schemas import check_answers, put_checks
 from marketplace.gateway.services import Services
 from marketplace.gateway.surface import Surface
@@ -371,8 +371,7 @@ class Interactive:
         assert run.ending is not None
         if self._gone is not None or not moves_on(run.ending, exposed=self._outlet.exposed, accepted=run.produced):
             return None
-        choice = self._measured.choice
-        if not choice.fallbacks and not choice.order:
+        if self._measured.choice.first_only:
             return None
         self._excluded.add(run.offer.node_id)
         if not self._may_retry(run.ending, first):

@@ -18,23 +18,23 @@ from marketplace.core.logs import get_logger
 from marketplace.core.tracing import Span, ending, step
 from marketplace.gateway.bodies import FLEX, ChatBody
 from marketplace.gateway.chat import refusal_outcome
-from marketplace.gateway.choice import ANY
+from marketplace.gateway.choice import find_all
 from marketplace.gateway.deps import GatewayServices, Renter, RequestId
 from marketplace.gateway.failures import InsufficientBalance, of_shortfall
 from marketplace.gateway.load import Tier
 from marketplace.gateway.parse import OFFLOAD_BYTES, ChatRequest, choices_of, to_request
-from marketplace.gateway.quote import Measured, asked, dearest, find_all, measure, take_tokens
+from marketplace.gateway.quote import Measured, asked, dearest, measure, take_tokens
 from marketplace.gateway.services import Services
 from marketplace.gateway.strict import InvalidBody, decode_strict
 from marketplace.gateway.webhooks.addresses import InvalidWebhookUrl, target_of
 from marketplace.gateway.webhooks.service import require_secret
 from marketplace.jobs import service
-from marketplace.jobs.models import Job
 from marketplace.jobs.repository import JobView
 from marketplace.jobs.schemas import STATES, JobList, JobObject, job_list, job_object
 from marketplace.jobs.service import Accepted, Order, Shortfall
 from marketplace.jobs.states import JobState
 from marketplace.jobs.sweeping import JOBS_ENDPOINT
+from marketplace.matching.choice import Choice
 from marketplace.matching.types import Demand, Rates, Service
 
 log = get_logger(__name__)
@@ -155,11 +155,6 @@ async def _accept(
         await services.schemas.require_schema(chat.answer_schema)
     with step(span, "measure"):
         measured = await measure(services, chat, principal)
-    if measured.choice is not ANY:
-        raise InvalidBody(
-            "Queued work runs wherever it costs least: it takes no `provider`, nor a key with one. Use `max_price`.",
-            param="request.provider",
-        )
     await asyncio.to_thread(services.require_queue_room, principal.organisation_id)
     if submission.webhook is not None:
         await asyncio.to_thread(_check_webhook, services, principal, submission.webhook)
@@ -199,6 +194,7 @@ def _order(
         ceiling=ceiling,
         deadline_s=submission.deadline_s,
         webhook_url=submission.webhook,
+        choice=measured.choice,
     )
 
 
@@ -223,15 +219,18 @@ async def _hold(services: Services, order: Order) -> Accepted | Shortfall:
 
 
 def _ceiling(services: Services, measured: Measured, asked: MaxPrice | None) -> Rates:
-    """What the job may cost at most, class by class. Raises InvalidBody and MaxPriceNeeded."""
+    """What the job may cost at most, class by class: its own maximum or, by default, the dearest that is offered now
+    within its choice, and never above what that says. Raises InvalidBody and MaxPriceNeeded."""
+    choice = measured.choice
     if asked is not None:
         input_ = _rate("max_price.input", asked.input)
         cached = _rate("max_price.cached_input", asked.cached_input) if asked.cached_input is not None else input_
-        return Rates(input=input_, cached_input=cached, output=_rate("max_price.output", asked.output))
-    rates = dearest(services, measured)
+        return choice.capped(Rates(input=input_, cached_input=cached, output=_rate("max_price.output", asked.output)))
+    rates = dearest(services, measured) or choice.whole_ceiling
     if rates is None:
         raise MaxPriceNeeded(
-            "No node offers this model now, so there is no price to go by. Say `max_price`, and the job will wait.",
+            "No node that may run this offers the model now, so there is no price to go by. Say `max_price`, and the "
+            "job will wait.",
             param="max_price",
         )
     return rates
@@ -286,11 +285,13 @@ async def _find(services: Services, principal: Principal, job_id: UUID) -> JobVi
 
 def _show(services: Services, view: JobView) -> JobObject:
     waits = view.job.state == JobState.QUEUED.value
-    return job_object(view, _model_of(services, view), waiting_for=_waiting_for(services, view.job) if waits else None)
+    return job_object(view, _model_of(services, view), waiting_for=_waiting_for(services, view) if waits else None)
 
 
-def _waiting_for(services: Services, job: Job) -> str:
+def _waiting_for(services: Services, view: JobView) -> str:
     """Why a queued job does not run now, as far as this gateway sees the fleet."""
+    job = view.job
+    choice = Choice.from_row(job.choice).after(view.last_node)
     ceiling = Rates(
         job.max_input_nano_usd_per_mtok, job.max_cached_input_nano_usd_per_mtok, job.max_output_nano_usd_per_mtok
     )
@@ -303,7 +304,7 @@ def _waiting_for(services: Services, job: Job) -> str:
         service=Service.FLEX,
         choices=choices_of(job.body or {}),
     )
-    ranked = find_all(services, demand)
+    ranked = find_all(services, choice.narrow(demand), choice)
     return "its turn: a node has room" if ranked.offers else ranked.refusal.sentence()
 
 

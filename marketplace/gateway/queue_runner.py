@@ -24,7 +24,7 @@ from marketplace.core.logs import get_logger, reason
 from marketplace.core.tracing import Span
 from marketplace.core.valkey import connect_async
 from marketplace.gateway.answer import usage_object
-from marketplace.gateway.dispatched import demand_of, offer_of, runs_s
+from marketplace.gateway.dispatched import demand_of, ends_with, offer_of, runs_s
 from marketplace.gateway.embeddings.vectors import Embedding
 from marketplace.gateway.execution import Execution, LeaseLost, Work
 from marketplace.gateway.flex import turn_away
@@ -217,7 +217,7 @@ class QueueRunner:
         self, execution: Execution, offer: OfferView, dispatch: Dispatch, body: dict[str, Any]
     ) -> None:
         run = await execution.attempt(offer, dispatch.attempt_id, dispatch.epoch)
-        if run.ending in RETRYABLE:
+        if run.ending in RETRYABLE and not ends_with(dispatch.choice, run.ending):
             # Nobody has read anything: the queue tries again, or ends the job where nothing is left to try.
             await execution.pass_on(run, JobState.QUEUED)
             return

@@ -16,14 +16,14 @@ from marketplace.core.amounts import usd
 from marketplace.core.errors import BadRequest
 from marketplace.core.tracing import Value
 from marketplace.gateway.bodies import FLEX
-from marketplace.gateway.choice import ANY, Choice, choice_of, choose_variant, is_alias, sorted_by_alias
+from marketplace.gateway.choice import choice_of, choose_variant, is_alias, sorted_by_alias
 from marketplace.gateway.embeddings.request import EmbeddingRequest, require_room
 from marketplace.gateway.embeddings.vectors import Embedding
 from marketplace.gateway.parse import Inference
 from marketplace.gateway.prefixes import pack
 from marketplace.gateway.services import Services
 from marketplace.gateway.tasks import require_task
-from marketplace.matching.rank import rank
+from marketplace.matching.choice import ANY, Choice
 from marketplace.matching.types import Demand, OfferView, Ranked, Rates, Service
 from marketplace.metering.pricing import BASIS_POINTS, affordable_output, price, worst_case
 from marketplace.metering.tokens import TokenCounts
@@ -197,25 +197,11 @@ def bound_output(chat: Inference, default: int, prompt_tokens: int, context: int
     return asked if asked is not None else min(default, context - prompt_tokens)
 
 
-def find_all(services: Services, demand: Demand, choice: Choice = ANY) -> Ranked:
-    """Rank every offer that the choice admits, breakers considered: in time that grows with their number, for answers
-    that tell of all."""
-    offers = [offer for offer in services.fleet.view.offers(demand.variant_id) if choice.admits(offer)]
-    resting = services.fleet.resting(demand.variant_id)
-    return rank(offers, demand, services.rng, rules=services.fleet.rules, resting=resting)
-
-
 def dearest(services: Services, measured: Measured) -> Rates | None:
-    """The highest rates at which the variant is offered now, class by class: the ceiling of work that waits. None while
-    nobody offers it."""
-    offers = [offer.rates for offer in measured.offers if services.fleet.rules.allow_simulated or not offer.simulated]
-    if not offers:
-        return None
-    return Rates(
-        input=max(rates.input for rates in offers),
-        cached_input=max(rates.cached_input for rates in offers),
-        output=max(rates.output for rates in offers),
-    )
+    """The highest rates at which the variant is offered now within the request's choice, class by class, and no more
+    than that says: the ceiling of work that waits. None while nobody offers it so."""
+    rules = services.fleet.rules
+    return measured.choice.dearest([offer for offer in measured.offers if rules.allow_simulated or not offer.simulated])
 
 
 @dataclass(frozen=True, slots=True)

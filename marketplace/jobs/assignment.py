@@ -19,6 +19,7 @@ from marketplace.jobs.hot import AttemptLease, Lease, Leased
 from marketplace.jobs.repository import Waiting
 from marketplace.jobs.writer import run_in_session
 from marketplace.matching import line as line_
+from marketplace.matching.choice import ANY, rank_within
 from marketplace.matching.line import OUTPUT_WEIGHT, Line
 from marketplace.matching.live import UNKNOWN_DECODE_TOKENS_PER_S, UNKNOWN_PREFILL_TOKENS_PER_S
 from marketplace.matching.rank import Rules, could_run, rank, with_pick
@@ -125,14 +126,19 @@ def _match(
     def give(waiting: line_.Waiting, kept: Sequence[line_.Waiting]) -> tuple[Lease, Placed] | None:
         nonlocal known
         job = by_id[waiting.job_id]
-        keep = [demand_of(by_id[other.job_id]) for other in kept]
-        offers = [offer for offer in known if not any(could_run(offer, demand, matcher.rules) for demand in keep)]
+        keep = [by_id[other.job_id] for other in kept]
+        offers = [offer for offer in known if not any(_waits_for(one, offer, matcher.rules) for one in keep)]
         found = _place(session, job, history.get(job.job_id, UNTRIED), offers, matcher, done)
         if found is not None:
             known = with_pick(known, found[1].offer_id)
         return found
 
     return [turn.given for turn in line.serve(give, now_s, most=MAX_ROUND)]
+
+
+def _waits_for(job: Waiting, offer: OfferView, rules: Rules) -> bool:
+    """True if the offer would run the job once it has room."""
+    return job.choice.admits(offer) and could_run(offer, demand_of(job), rules)
 
 
 def _waiting(job: Waiting, free: Sequence[OfferView], now_s: float) -> line_.Waiting:
@@ -158,7 +164,9 @@ def _place(  # noqa: PLR0917 - one round's whole state
     if tried.history.exhausted:
         done.over.append((job.job_id, endings.used_up(tried.history)))
         return None
-    ranked = rank(known, demand_of(job, tried.failed_nodes | tried.resting_nodes), matcher.rng, rules=matcher.rules)
+    choice = job.choice.after(tried.last_node)
+    demand = demand_of(job, tried.failed_nodes | tried.resting_nodes)
+    ranked = rank_within(known, demand, choice, matcher.rng, rules=matcher.rules)
     if not ranked.offers:
         if tried.failed_nodes and not tried.resting_nodes and ranked.refusal.hopeless:
             done.stuck.append((job.job_id, endings.failed_everywhere(ranked.refusal.sentence())))
@@ -200,8 +208,8 @@ def _within_budget(job: Waiting, tried: Tried, matcher: Matcher) -> bool:
 
 
 def demand_of(job: Waiting, excluded_nodes: frozenset[UUID] = frozenset()) -> Demand:
-    """The matcher's view of a queued job."""
-    return Demand(
+    """The matcher's view of a queued job, within its choice but for the lists."""
+    demand = Demand(
         variant_id=job.variant_id,
         prompt_tokens=job.prompt_tokens,
         max_output_tokens=job.max_output_tokens,
@@ -212,3 +220,4 @@ def demand_of(job: Waiting, excluded_nodes: frozenset[UUID] = frozenset()) -> De
         service=Service.FLEX,
         choices=job.choices,
     )
+    return demand if job.choice is ANY else job.choice.narrow(demand)

@@ -45,6 +45,8 @@ class Tried:
     """Nodes that may not see the job again."""
     resting_nodes: frozenset[UUID] = frozenset()
     """Nodes that turned the job away without fault a moment ago: before their telemetry tells why, they would again."""
+    last_node: UUID | None = None
+    """Where its latest attempt was; None: it had none."""
 
 
 UNTRIED: Final = Tried(History(attempts=0, preemptions=0))

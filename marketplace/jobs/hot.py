@@ -7,6 +7,7 @@ function of the same name (see migrations), in one transaction, and answers each
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 from uuid import UUID
 
 from marketplace.matching.types import Rates
@@ -56,6 +57,8 @@ class Admit:
     """Flex only: for how long the client counts as waiting, unless its gateway says so again."""
     webhook_url: str | None = None
     """Where its end is told, beside its organisation's endpoints."""
+    choice: dict[str, Any] | None = None
+    """Where it may run, as `Choice.to_row` says it, of what waits in the queue; None: anywhere."""
 
 
 @dataclass(frozen=True, slots=True)

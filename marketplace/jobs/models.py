@@ -79,6 +79,8 @@ class Job(Base):
     """Until when a flex job's client counts as waiting; its gateway moves it on. Null: no client waits in the queue."""
     webhook_url: Mapped[str | None]
     """Where the end of this job is told, beside its organisation's endpoints."""
+    choice: Mapped[dict[str, Any] | None]
+    """Where what waits in the queue may run, as matching.choice writes it; null: anywhere."""
     deadline_at: Mapped[datetime]
     cancel_requested_at: Mapped[datetime | None]
     preemptions: Mapped[int] = mapped_column(server_default="0")

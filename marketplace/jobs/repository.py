@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from string import Template
 from typing import Any, Final
 from uuid import UUID
 
-from sqlalchemy import Row, Select, TextClause, and_, exists, func, select, text, tuple_, update
+from sqlalchemy import Row, Select, and_, exists, func, select, text, tuple_, update
 from sqlalchemy.orm import Session
 
 from marketplace.fleet.models import Node, Offer
 from marketplace.jobs.endings import History, Tried
 from marketplace.jobs.models import Attempt, Job
+from marketplace.jobs.queue_sql import FIT_NOWHERE, NEXT_IN_LINE, as_arrays
+from marketplace.matching.choice import ANY, Choice
 from marketplace.matching.types import OfferView, Rates
 from marketplace.metering.models import Receipt
 
@@ -61,6 +62,8 @@ class Dispatch:
     cancel_requested: bool
     client_left_s: float | None = None
     """Of a flex job: for how long its client still counts as waiting, negative once it does not."""
+    choice: Choice = ANY
+    """Where the job may run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,8 @@ class Waiting:
     """Answers that are wanted, each of `max_output_tokens` at most."""
     gateway_id: str | None = None
     """Of a flex job: the gateway that holds its client and runs its attempts, whichever has the node's socket."""
+    choice: Choice = ANY
+    """Where it may run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,8 @@ class JobView:
     attempts: int
     charge_nano: int | None
     """None until the receipt is written."""
+    last_node: UUID | None = None
+    """Where its latest attempt was; None: it had none."""
 
 
 # --- one attempt --------------------------------------------------------------------------------------------------
@@ -187,6 +194,7 @@ def _dispatch(row: Row[Any]) -> Dispatch:
         deadline_left_s=float(row.deadline_left_s),
         cancel_requested=job.cancel_requested_at is not None,
         client_left_s=float(row.client_left_s) if row.client_left_s is not None else None,
+        choice=Choice.from_row(job.choice),
     )
 
 
@@ -200,83 +208,6 @@ def _ceiling(job: Job) -> Rates:
 
 # --- the queue ----------------------------------------------------------------------------------------------------
 
-_RUNNABLE = """
-    select from unnest(cast(:inputs as bigint[]), cast(:cached as bigint[]), cast(:outputs as bigint[]),
-                       cast(:contexts as bigint[]), cast(:choices as boolean[]))
-                  as o(input, cached, output, context, choices)
-    where o.input * j.price_basis_points / 10000 <= j.max_input_nano_usd_per_mtok
-      and o.cached * j.price_basis_points / 10000 <= j.max_cached_input_nano_usd_per_mtok
-      and o.output * j.price_basis_points / 10000 <= j.max_output_nano_usd_per_mtok
-      and o.context >= coalesce((j.body ->> 'longest_input_tokens')::bigint, j.prompt_tokens + j.max_output_tokens)
-      and (o.choices or not coalesce(j.body ? 'n', false))
-"""
-"""The offers, given as five arrays, that are within the price and the context of job `j`, and give as many answers."""
-
-_HEAD = """
-    (select j.id, least(j.deadline_at, j.created_at + make_interval(secs => :patience_s)) as due_at from jobs j
-     where j.state = 'queued' and j.variant_id = :variant_id and j.organisation_id = r.organisation_id
-       and j.cancel_requested_at is null and j.deadline_at > now()
-       and (j.client_until is null or j.client_until > now()) and exists ($runnable)
-     order by $order limit :heads)
-"""
-"""The first of one renter's line by one order. The first n by deadline and the first n by arrival contain together the
-first n by the sooner of the two, and each is read from its index."""
-
-_NEXT = """
-    with recursive renters(organisation_id) as (
-        (select organisation_id from jobs
-         where state = 'queued' and variant_id = :variant_id order by organisation_id limit 1)
-        union all
-        select (select j.organisation_id from jobs j
-                where j.state = 'queued' and j.variant_id = :variant_id and j.organisation_id > r.organisation_id
-                order by j.organisation_id limit 1)
-        from renters r where r.organisation_id is not null
-    ), working as (
-        select j.organisation_id, count(*) as jobs
-        from attempts a join jobs j on j.id = a.job_id
-        where a.state = 'leased' and j.kind <> 'interactive' group by j.organisation_id
-    ), line as (
-        select head.id, head.due_at,
-               row_number() over (partition by r.organisation_id order by head.due_at, head.id)
-               + coalesce(w.jobs, 0) as turn
-        from (select organisation_id from renters where organisation_id is not null limit :max_renters) r
-        left join working w using (organisation_id)
-        cross join lateral ($by_deadline union $by_arrival) head
-    )
-    select id from line order by turn, due_at, id limit :limit
-"""
-
-_MISFITS = """
-    select j.id from jobs j
-    where j.state = 'queued' and j.variant_id = :variant_id
-      and (j.cancel_requested_at is not null
-           or (:connected and j.created_at < now() - make_interval(secs => :older_than_s)
-               and not exists ($runnable)))
-    order by j.created_at limit :limit
-"""
-
-
-def _filled(statement: str, **parts: str) -> TextClause:
-    return text(Template(statement).substitute(parts))
-
-
-_NEXT_IN_LINE = _filled(
-    _NEXT,
-    by_deadline=Template(_HEAD).substitute(runnable=_RUNNABLE, order="j.deadline_at"),
-    by_arrival=Template(_HEAD).substitute(runnable=_RUNNABLE, order="j.created_at"),
-)
-_FIT_NOWHERE = _filled(_MISFITS, runnable=_RUNNABLE)
-
-
-def _arrays(offers: Sequence[OfferView]) -> dict[str, list[int]]:
-    return {
-        "inputs": [offer.rates.input for offer in offers],
-        "cached": [offer.rates.cached_input for offer in offers],
-        "outputs": [offer.rates.output for offer in offers],
-        "contexts": [offer.context_per_slot for offer in offers],
-        "choices": [offer.gives_choices for offer in offers],
-    }
-
 
 def next_in_line(session: Session, variant_id: UUID, free: Sequence[OfferView], *, limit: int) -> list[Waiting]:
     """Queued jobs of a variant that at least one of the `free` offers could run, in the order of their turn, locked.
@@ -287,9 +218,9 @@ def next_in_line(session: Session, variant_id: UUID, free: Sequence[OfferView], 
     if not free or limit <= 0:
         return []
     ids = session.scalars(
-        _NEXT_IN_LINE,
+        NEXT_IN_LINE,
         {
-            **_arrays(free),
+            **as_arrays(free),
             "variant_id": variant_id,
             "patience_s": PATIENCE_S,
             "heads": limit,
@@ -322,12 +253,12 @@ def misfits(
     session: Session, variant_id: UUID, connected: Sequence[OfferView], *, older_than_s: float, limit: int
 ) -> list[Waiting]:
     """Queued jobs of a variant, older than that, which none of the connected offers could run even if it were free; and
-    those, of any age, whose renter no longer wants them. While nothing is connected, every job may still hope."""
+    those, of any age, whose renter no longer wants them. While nothing that its choice allows is connected, a job may
+    still hope."""
     ids = session.scalars(
-        _FIT_NOWHERE,
+        FIT_NOWHERE,
         {
-            **_arrays(connected),
-            "connected": bool(connected),
+            **as_arrays(connected),
             "variant_id": variant_id,
             "older_than_s": older_than_s,
             "limit": limit,
@@ -368,6 +299,7 @@ def _waiting_columns() -> Any:
         Job.price_basis_points,
         Job.cancel_requested_at,
         Job.gateway_id,
+        Job.choice,
         func.extract("epoch", func.now() - Job.created_at).label("waited_s"),
         _seconds_until(Job.deadline_at).label("deadline_left_s"),
     )
@@ -393,6 +325,7 @@ def _waiting(session: Session, statement: Any) -> list[Waiting]:
             waited_s=float(row.waited_s),
             deadline_left_s=float(row.deadline_left_s),
             gateway_id=row.gateway_id,
+            choice=Choice.from_row(row.choice),
         )
         for row in session.execute(statement)
     ]
@@ -429,6 +362,7 @@ def _tried(attempts: Sequence[Any], preemptions: int) -> Tried:
         resting_nodes=frozenset(
             attempt.node_id for attempt in attempts if attempt.recent and attempt.fault in ("owner", None)
         ),
+        last_node=attempts[-1].node_id if attempts else None,
     )
 
 
@@ -529,11 +463,16 @@ def page(
 
 def _views(session: Session, jobs: Sequence[Job]) -> list[JobView]:
     ids = [job.id for job in jobs]
-    counts = select(Attempt.job_id, func.count().label("attempts")).where(Attempt.job_id.in_(ids))
-    attempts = {row.job_id: row.attempts for row in session.execute(counts.group_by(Attempt.job_id))}
+    tries = select(Attempt.job_id, Attempt.node_id).where(Attempt.job_id.in_(ids)).order_by(Attempt.epoch)
+    nodes: dict[UUID, list[UUID]] = {}
+    for row in session.execute(tries):
+        nodes.setdefault(row.job_id, []).append(row.node_id)
     receipts = session.execute(select(Receipt.job_id, Receipt.charge_nano).where(Receipt.job_id.in_(ids)))
     charges = {row.job_id: row.charge_nano for row in receipts}
-    return [JobView(job, attempts.get(job.id, 0), charges.get(job.id)) for job in jobs]
+    return [
+        JobView(job, len(tried_), charges.get(job.id), tried_[-1] if tried_ else None)
+        for job, tried_ in ((job, nodes.get(job.id, [])) for job in jobs)
+    ]
 
 
 def request_cancel(session: Session, job_id: UUID) -> bool:

@@ -21,6 +21,7 @@ from marketplace.jobs.repository import JobView
 from marketplace.jobs.states import JobState, Outcome
 from marketplace.jobs.sweeping import close_waiting
 from marketplace.jobs.writer import HotWriter
+from marketplace.matching.choice import ANY, Choice
 from marketplace.metering.pricing import BASIS_POINTS, Rates, affordable_output, worst_case
 
 log = get_logger(__name__)
@@ -87,6 +88,8 @@ class Order:
     """...and for how long the client counts as waiting, unless that gateway says so again."""
     webhook_url: str | None = None
     """Where its end is told, beside its organisation's endpoints."""
+    choice: Choice = ANY
+    """Where it may run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +156,7 @@ def _admission(order: Order, bound: int, hold_nano: int, hold_margin_s: float) -
         price_basis_points=order.price_basis_points,
         client_lease_s=order.client_lease_s,
         webhook_url=order.webhook_url,
+        choice=order.choice.to_row(),
     )
 
 

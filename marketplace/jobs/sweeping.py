@@ -20,7 +20,8 @@ from marketplace.jobs.hot import Close, ReceiptFacts
 from marketplace.jobs.receipts import receipt_facts
 from marketplace.jobs.repository import Dispatch
 from marketplace.jobs.states import JobState
-from marketplace.matching.rank import Rules, rank
+from marketplace.matching.choice import rank_within
+from marketplace.matching.rank import Rules
 from marketplace.matching.types import OfferView
 from marketplace.metering.pricing import price
 from marketplace.metering.tokens import TokenCounts
@@ -75,6 +76,7 @@ def unwanted_or_stuck(
     free, with how they end should that last."""
     closes: list[Close] = []
     stuck: list[tuple[UUID, Ending]] = []
+    rng = Random(0)  # noqa: S311  # no order is asked for
     usable = [offer for offer in offers if rules.allow_simulated or not offer.simulated]
     for variant_id in repository.queued_variants(session):
         known = [offer for offer in usable if offer.variant_id == variant_id]
@@ -82,7 +84,7 @@ def unwanted_or_stuck(
             if job.cancel_requested:
                 closes.append(close_waiting(job.job_id, endings.unwanted()))
                 continue
-            refusal = rank(known, demand_of(job), Random(0), rules=rules).refusal  # noqa: S311  # no order is asked for
+            refusal = rank_within(known, demand_of(job), job.choice, rng, rules=rules).refusal
             stuck.append((job.job_id, endings.fits_nowhere(refusal.sentence())))
     return closes, stuck
 

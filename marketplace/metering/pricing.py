@@ -30,6 +30,14 @@ class Rates:
             self.input <= ceiling.input and self.cached_input <= ceiling.cached_input and self.output <= ceiling.output
         )
 
+    def at_most(self, ceiling: Rates) -> Rates:
+        """Class by class, the lower of these and of `ceiling`."""
+        return Rates(
+            min(self.input, ceiling.input),
+            min(self.cached_input, ceiling.cached_input),
+            min(self.output, ceiling.output),
+        )
+
     def at_share(self, basis_points: int) -> Rates:
         """These rates at so many hundredths of a percent, rounded down class by class."""
         return Rates(

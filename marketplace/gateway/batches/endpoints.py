@@ -179,14 +179,13 @@ async def create_batch(
     body = decode_strict(await request.body(), BatchBody)
     if body.endpoint not in SURFACES:
         raise InvalidBody(f"`endpoint` is one of {', '.join(SURFACES)}.", param="endpoint")
-    if principal.routing is not None:
-        raise InvalidBody("A batch runs wherever it costs least: it takes no key that has a choice of providers.")
     wish = Wish(
         input_file_id=ids.parse("file", body.input_file_id),
         endpoint=body.endpoint,
         completion_window=body.completion_window,
         metadata=body.metadata,
         price_basis_points=services.settings.batch_price_basis_points,
+        routing=principal.routing,
     )
     # A claim that outlived its gateway keeps its request id, and so finds the batch that it made.
     batch_id = UUID(hex=request_id.removeprefix("req_")) if getattr(request.state, "idempotent", False) else None

@@ -74,8 +74,9 @@ def split_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
         yield bytes(buffer)
 
 
-def check(pieces: Iterable[bytes], endpoint: str, resolve: Callable[[str], object]) -> Checked:
-    """Check every line of a file for one endpoint. `resolve` raises for a model that is not sold."""
+def check(pieces: Iterable[bytes], endpoint: str, resolve: Callable[[Inference], object]) -> Checked:
+    """Check every line of a file for one endpoint. `resolve` raises for a model that is not sold as it is asked for,
+    and for a choice of providers that cannot be."""
     checked = Checked()
     seen: set[str] = set()
     for number, raw in enumerate(split_lines(pieces), start=1):
@@ -97,7 +98,7 @@ def check(pieces: Iterable[bytes], endpoint: str, resolve: Callable[[str], objec
     return checked
 
 
-def _check_line(raw: bytes, number: int, endpoint: str, resolve: Callable[[str], object]) -> Line:
+def _check_line(raw: bytes, number: int, endpoint: str, resolve: Callable[[Inference], object]) -> Line:
     """One line. Raises FallowError saying what is wrong."""
     if len(raw) > MAX_LINE_BYTES:
         raise InvalidBody(f"The line is longer than {MAX_LINE_BYTES} bytes.")
@@ -106,7 +107,7 @@ def _check_line(raw: bytes, number: int, endpoint: str, resolve: Callable[[str],
         raise InvalidBody(f"`url` must be the batch's endpoint, {endpoint}.", param="url")
     body = bytes(line.body)
     try:
-        resolve(parse_request(body, endpoint).model)
+        resolve(parse_request(body, endpoint))
     except FallowError as error:
         error.param = f"body.{error.param}" if error.param else "body"
         raise
@@ -118,8 +119,6 @@ def parse_request(body: bytes, endpoint: str) -> Inference:
     request = SURFACES[endpoint].parse(body)
     if request.stream:
         raise InvalidBody("The answers of a batch are fetched, not streamed: leave `stream` out.", param="stream")
-    if request.provider is not None:
-        raise InvalidBody("A batch runs wherever it costs least: its lines take no `provider`.", param="provider")
     if request.service_tier == FLEX:
         raise InvalidBody("A batch has its own price: leave `service_tier` out.", param="service_tier")
     return request

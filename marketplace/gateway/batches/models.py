@@ -73,6 +73,8 @@ class Batch(Base):
     completion_window: Mapped[str]
     price_basis_points: Mapped[int]
     """The share of a node's ask that its lines cost."""
+    routing: Mapped[dict[str, Any] | None]
+    """The default `provider` of its lines: that of its key when it began. Null: anywhere."""
     tags: Mapped[dict[str, Any] | None] = mapped_column("metadata")
     errors: Mapped[list[Any] | None]
     """Why it failed, line by line; null unless it did."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 from uuid import UUID
 
 from sqlalchemy import func, null, select, tuple_
@@ -59,6 +59,8 @@ class Wish:
     completion_window: str
     metadata: dict[str, str] | None
     price_basis_points: int
+    routing: Mapping[str, Any] | None = None
+    """Where its lines may run, unless they say; None: anywhere."""
 
 
 def window_s(text: str) -> int:
@@ -100,6 +102,7 @@ def create(session: Session, organisation_id: UUID, key_id: UUID, wish: Wish, *,
         status="validating",
         completion_window=wish.completion_window,
         price_basis_points=wish.price_basis_points,
+        routing=dict(wish.routing) if wish.routing else null(),
         tags=dict(wish.metadata) if wish.metadata is not None else null(),
         errors=null(),
         created_at=now,

@@ -7,7 +7,6 @@ that notes them, so that none runs twice. Functions flush; the task commits.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,17 +17,17 @@ from sqlalchemy import and_, func, insert, null, or_, select, update
 from sqlalchemy.orm import Session
 
 from marketplace.accounts.models import ApiKey, Organisation
-from marketplace.catalog.service import Catalog, PromptCount, VariantView
+from marketplace.catalog.service import Catalog
 from marketplace.core.errors import FallowError, Forbidden
 from marketplace.core.ids import new_id
 from marketplace.core.logs import get_logger
 from marketplace.gateway.batches import files
-from marketplace.gateway.batches.lines import check, parse_request, result_line
+from marketplace.gateway.batches.lines import check, result_line
 from marketplace.gateway.batches.models import Batch, BatchLine
-from marketplace.gateway.embeddings.request import MAX_STORED_VECTOR_BYTES, EmbeddingRequest, require_size
+from marketplace.gateway.batches.ready import Ready, Terms, prepare
+from marketplace.gateway.choice import candidates, choice_of
 from marketplace.gateway.http import new_request_id
 from marketplace.gateway.parse import Inference
-from marketplace.gateway.quote import bound_of
 from marketplace.gateway.surface import SURFACES
 from marketplace.gateway.tasks import require_task
 from marketplace.jobs import endings, repository
@@ -37,13 +36,15 @@ from marketplace.jobs.models import Job
 from marketplace.jobs.states import Outcome
 from marketplace.jobs.sweeping import BATCHES_ENDPOINT, close_waiting
 from marketplace.jobs.writer import run_in_session
-from marketplace.matching.types import OfferView, Rates
+from marketplace.matching.types import OfferView
 from marketplace.metering.pricing import affordable_output, worst_case
 
 log = get_logger(__name__)
 MAX_OPEN: Final = 256
 """Lines of one batch that are jobs at a time: so much of the balance is held, and so many wait in the queue."""
 ADMIT_AT_ONCE: Final = 64
+LOOK_AT_ONCE: Final = 1_000
+"""Waiting lines among which those are looked for that somebody offers to run."""
 GATHER_AT_ONCE: Final = 500
 SETTLE_AT_ONCE: Final = 1_000
 INSERT_AT_ONCE: Final = 1_000
@@ -71,32 +72,6 @@ class Means:
     """Jobs that wait, of all renters: lines wait in their batch while there are more..."""
     most_queued_own: int = 10_000
     """...or so many of the batch's own organisation."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """A line as a job that may be admitted."""
-
-    line: BatchLine
-    variant: VariantView
-    request: Inference
-    counted: PromptCount
-    max_output_tokens: int
-    ceiling: Rates
-    account_id: int
-    """The ledger account that it spends from; 0: no credit was ever added."""
-    left_s: float
-    """Until the batch's time is up."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        return self.counted.tokens
-
-    def body(self, bound: int) -> str:
-        """JSON for the job that waits, and for the engine that runs it."""
-        if isinstance(self.request, EmbeddingRequest):
-            return self.request.stored_body(self.counted.inputs).decode()
-        return self.request.engine_body(bound).decode()
 
 
 def active(session: Session, *, limit: int) -> list[UUID]:
@@ -134,11 +109,12 @@ def _validate(session: Session, batch: Batch, means: Means) -> bool:
     means.catalog.refresh()
     key = session.get_one(ApiKey, batch.key_id)
 
-    def resolve(model: str) -> None:
-        variant = means.catalog.resolve(model)
+    def resolve(request: Inference) -> None:
+        variant = means.catalog.resolve(request.model)
         if key.models is not None and variant.model_id not in key.models:
             raise Forbidden(f"The key of this batch may not use {variant.model_id}.", param="model")
         require_task(means.catalog, variant, SURFACES[batch.endpoint].task, _usable(key))
+        candidates(means.catalog, request, choice_of(request.provider, batch.routing), _usable(key))
 
     checked = check(files.content(session, batch.input_file_id), batch.endpoint, resolve)
     if checked.errors:
@@ -226,12 +202,13 @@ def _admit(session: Session, batch: Batch, means: Means, open_lines: int) -> int
     all_ = repository.depth(session, most=means.most_queued)
     queue_room = min(means.most_queued_own - own, means.most_queued - all_)
     room = min(MAX_OPEN - open_lines, ADMIT_AT_ONCE, queue_room)
-    lines = _waiting(session, batch, room) if room > 0 else []
+    lines = _waiting(session, batch, LOOK_AT_ONCE) if room > 0 else []
     if not lines:
         return 0
-    ready, failed = _prepare(session, batch, lines, means)
+    ready, failed = _prepare(session, batch, lines, room, means)
     refusals = [_fail(batch, line, error) for line, error in failed]
-    admits = [_admission(batch, item, item.max_output_tokens, means) for item in ready]
+    purse = _purse(session, batch)
+    admits = [_admission(batch, item, item.max_output_tokens, purse, means) for item in ready]
     answers = run_in_session(session, [*refusals, *admits])[len(refusals) :] if refusals or admits else []
     moved = len(refusals)
     for item, admit, answer in zip(ready, admits, answers, strict=True):
@@ -241,74 +218,40 @@ def _admit(session: Session, batch: Batch, means: Means, open_lines: int) -> int
             moved += 1
         elif not open_lines and not moved:
             # Nothing of it runs that could free a part of the balance: this line is capped, or fails.
-            moved += _admit_capped(session, batch, item, answer.available_nano, means)
+            moved += _admit_capped(session, batch, item, answer.available_nano, purse, means)
     session.flush()
     return moved
 
 
 def _prepare(
-    session: Session, batch: Batch, lines: Sequence[BatchLine], means: Means
-) -> tuple[list[_Ready], list[tuple[BatchLine, FallowError]]]:
-    """Count the prompts. Lines for which nobody has an offer now keep waiting, and are in neither list."""
-    ready: list[_Ready] = []
-    failed: list[tuple[BatchLine, FallowError]] = []
-    offers = means.offers()
+    session: Session, batch: Batch, lines: Sequence[BatchLine], room: int, means: Means
+) -> tuple[list[Ready], list[tuple[BatchLine, FallowError]]]:
+    usable = _usable(session.get_one(ApiKey, batch.key_id))
+    terms = Terms(batch.endpoint, batch.routing, batch.price_basis_points, usable)
+    return prepare(lines, means.offers(), means.catalog, terms, room=room)
+
+
+@dataclass(frozen=True, slots=True)
+class _Purse:
+    """What every line of a batch is admitted with."""
+
+    account_id: int
+    """The ledger account that it spends from; 0: no credit was ever added."""
+    left_s: float
+    """Until the batch's time is up."""
+
+
+def _purse(session: Session, batch: Batch) -> _Purse:
     account = select(Organisation.credit_account_id).where(Organisation.id == batch.organisation_id)
-    account_id = session.scalar(account) or 0
-    left_s = (batch.expires_at - _now(session)).total_seconds()
-    parsed: list[tuple[BatchLine, Inference, VariantView]] = []
-    for line in lines:
-        try:
-            request = parse_request((line.body or "").encode(), batch.endpoint)
-            parsed.append((line, request, means.catalog.resolve(request.model)))
-        except FallowError as error:
-            failed.append((line, error))
-    counts = asyncio.run(_count_prompts([(request, variant) for _, request, variant in parsed]))
-    for (line, request, variant), counted in zip(parsed, counts, strict=True):
-        own = [offer for offer in offers if offer.variant_id == variant.id]
-        if isinstance(counted, FallowError):
-            failed.append((line, counted))
-            continue
-        if not own:
-            continue
-        try:
-            context = max(offer.context_per_slot for offer in own)
-            bound = bound_of(request, variant.default_max_output, counted, context)
-            if isinstance(request, EmbeddingRequest):
-                require_size(len(request.inputs), variant, MAX_STORED_VECTOR_BYTES)
-        except FallowError as error:
-            failed.append((line, error))
-            continue
-        ceiling = _ceiling(own, batch.price_basis_points)
-        ready.append(_Ready(line, variant, request, counted, bound, ceiling, account_id, left_s))
-    return ready, failed
+    return _Purse(session.scalar(account) or 0, (batch.expires_at - _now(session)).total_seconds())
 
 
-async def _count_prompts(items: Sequence[tuple[Inference, VariantView]]) -> list[PromptCount | FallowError]:
-    counts: list[PromptCount | FallowError] = []
-    for request, variant in items:
-        try:
-            counts.append(await request.count(variant))
-        except FallowError as error:
-            counts.append(error)
-    return counts
-
-
-def _ceiling(offers: Sequence[OfferView], basis_points: int) -> Rates:
-    """The dearest that is offered now, at the batch's share."""
-    return Rates(
-        input=max(offer.rates.input for offer in offers),
-        cached_input=max(offer.rates.cached_input for offer in offers),
-        output=max(offer.rates.output for offer in offers),
-    ).at_share(basis_points)
-
-
-def _admission(batch: Batch, item: _Ready, bound: int, means: Means) -> Admit:
+def _admission(batch: Batch, item: Ready, bound: int, purse: _Purse, means: Means) -> Admit:
     return Admit(
         job_id=new_id(),
         organisation_id=batch.organisation_id,
         key_id=batch.key_id,
-        credit_account_id=item.account_id,
+        credit_account_id=purse.account_id,
         request_id=new_request_id(),
         kind="queued",
         variant_id=item.variant.id,
@@ -319,19 +262,22 @@ def _admission(batch: Batch, item: _Ready, bound: int, means: Means) -> Admit:
         hold_nano=worst_case(item.ceiling, item.prompt_tokens, bound * item.request.choices),
         hold_margin_s=means.hold_margin_s,
         gateway_id=None,
-        deadline_s=max(item.left_s, 1.0),
+        deadline_s=max(purse.left_s, 1.0),
         attempt=None,
         endpoint=BATCHES_ENDPOINT,
         price_basis_points=batch.price_basis_points,
+        choice=item.choice.to_row(),
     )
 
 
-def _admit_capped(session: Session, batch: Batch, item: _Ready, available_nano: int, means: Means) -> int:
+def _admit_capped(  # noqa: PLR0917 - as its caller knows them
+    session: Session, batch: Batch, item: Ready, available_nano: int, purse: _Purse, means: Means
+) -> int:
     """Admit a line with a shorter answer that the balance affords, if its renter set no bound; else fail it."""
     affordable = affordable_output(item.ceiling, item.prompt_tokens, available_nano) // item.request.choices
     bound = min(item.max_output_tokens, affordable)
     if item.request.max_tokens is None and bound >= 1:
-        admit = _admission(batch, item, bound, means)
+        admit = _admission(batch, item, bound, purse, means)
         (answer,) = run_in_session(session, [admit])
         assert isinstance(answer, Admitted)
         if answer.ok:
