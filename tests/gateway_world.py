@@ -279,6 +279,10 @@ class Reply:
     def param(self) -> Any:
         return self.json["error"]["param"]
 
+    @property
+    def code(self) -> Any:
+        return self.json["error"]["code"]
+
 
 # --- the gateway ----------------------------------------------------------------------------------------------------
 

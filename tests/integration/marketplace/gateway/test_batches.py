@@ -16,6 +16,7 @@ import pytest
 from sqlalchemy import or_, select, text
 
 from agent.engines.simulated_vectors import embed
+from agent.protocol import DataPolicy
 from marketplace.catalog.service import Catalog
 from marketplace.core.database import SessionFactory, transaction
 from marketplace.core.settings import Settings
@@ -466,6 +467,51 @@ class TestATick:
         asyncio.run(story())
 
 
+class TestAChoice:
+    def test_is_the_lines_own_or_its_keys_and_what_cannot_run_holds_up_nobody(
+        self, settings: Settings, session_factory: SessionFactory
+    ) -> None:
+        renter = add_renter(session_factory, routing={"regions": ["eu"]})
+
+        async def story() -> None:
+            async with world(settings, session_factory) as market, working(market):
+                abroad = await market.connect(answers, data=DataPolicy("us"))
+                near = await market.connect(answers, data=DataPolicy("eu"))
+                client = market.client(renter)
+                nobody = [chat_line(f"nobody-{n}", provider={"regions": ["mars"]}) for n in range(70)]
+                named = {"only": [f"node_{abroad.node.node_id.hex}"], "regions": [], "quantizations": ["int4"]}
+                rest = [chat_line("own", provider=named), chat_line("key")]
+                batch = await begin(client, *nobody, *rest)
+                await until(lambda: market.books.outcomes() == ["complete"] * 2)
+                assert (len(abroad.runs), len(near.runs)) == (1, 1)
+                await client.batches.cancel(batch.id)
+                done = await ended(client, batch.id)
+                results = await read(client, done.output_file_id)
+                assert sorted(results) == ["key", "own"]
+                stored = {
+                    job.choice["regions"][0] if job.choice and "regions" in job.choice else None
+                    for job in market.books.jobs()
+                }
+                assert stored == {"eu", None}
+                assert market.books.broken_rules() == []
+
+        asyncio.run(story())
+
+    def test_of_a_precision_that_is_not_sold_fails_the_file(
+        self, settings: Settings, session_factory: SessionFactory
+    ) -> None:
+        renter = add_renter(session_factory, routing={"quantizations": ["fp32"]})
+
+        async def story() -> None:
+            async with world(settings, session_factory) as market, working(market):
+                client = market.client(renter)
+                failed = await ended(client, (await begin(client, chat_line("a"))).id)
+                (error,) = failed.errors.data
+                assert (error.code, error.param) == ("no_matching_variant", "body.provider.quantizations")
+
+        asyncio.run(story())
+
+
 class TestTheInput:
     def test_is_checked_line_by_line_before_anything_costs(
         self, settings: Settings, session_factory: SessionFactory
@@ -479,7 +525,7 @@ class TestTheInput:
             json.dumps(chat_line("c", stream=True)).encode(),
             json.dumps(chat_line("d", model="nonesuch")).encode(),
             json.dumps(chat_line("e", temperatur=1)).encode(),
-            json.dumps(chat_line("g", provider={"sort": "price"})).encode(),
+            json.dumps(chat_line("g", provider={"only": ["somebody"]})).encode(),
             b'{"custom_id":"f","method":"GET","url":"/v1/chat/completions","body":{}}',
             b"\xff\xfe",
         ]
@@ -501,7 +547,7 @@ class TestTheInput:
                     5: ("invalid_request", "body.stream"),
                     6: ("model_not_found", "body.model"),
                     7: ("invalid_request", "body.temperatur"),
-                    8: ("invalid_request", "body.provider"),
+                    8: ("invalid_request", "body.provider.only"),
                     9: ("invalid_request", "method"),
                     10: ("invalid_request", None),
                 }

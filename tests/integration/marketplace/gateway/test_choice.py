@@ -254,22 +254,31 @@ class TestAKeysDefault:
 
         asyncio.run(story())
 
-    def test_is_not_silently_dropped_for_queued_work(self, settings: Settings, session_factory: SessionFactory) -> None:
-        renter = add_renter(session_factory, routing={"regions": ["eu"]})
+    def test_holds_for_jobs_which_say_what_they_wait_for(
+        self, settings: Settings, session_factory: SessionFactory
+    ) -> None:
+        renter = add_renter(session_factory, routing={"regions": ["eu"], "max_price": {"completion": "0.3"}})
+        chat = {"model": MODEL_ID, "messages": CHAT}
 
         async def story() -> None:
             async with world(settings, session_factory) as market:
-                await market.connect(answers)
-                headers = {"authorization": f"Bearer {renter.secret}"}
-                body = {"request": {"model": MODEL_ID, "messages": CHAT}}
-                async with (
-                    aiohttp.ClientSession() as session,
-                    session.post(f"{market.url}/v1/jobs", json=body, headers=headers) as response,
-                ):
-                    assert response.status == 400
-                    assert (await response.json())["error"]["param"] == "request.provider"
-                error = await refused(market, renter, {})
-                assert "outside the regions asked for" in error.message
+                agent = await market.connect(answers, data=DataPolicy("us"), **CHEAP)
+                none = await market.call("POST", "/v1/jobs", renter, json={"request": chat})
+                assert (none.status, none.code) == (400, "max_price_needed")
+                priced = {"request": chat, "max_price": {"input": "0.2", "output": "0.5"}}
+                job = await market.call("POST", "/v1/jobs", renter, json=priced)
+                assert (job.status, job.json["max_price"]["output"]) == (202, "0.3")
+                assert job.json["waiting_for"] == "1 node: outside the regions asked for"
+                lists = {**priced, "request": {**chat, "provider": {"ignore": [node_of(agent)], "regions": []}}}
+                job = await market.call("POST", "/v1/jobs", renter, json=lists)
+                assert job.json["waiting_for"] == "1 node: not among the providers asked for"
+                whole = {"regions": [], "max_price": {"prompt": "0.005", "completion": "0.3"}, "only": [node_of(agent)]}
+                job = await market.call("POST", "/v1/jobs", renter, json={"request": {**chat, "provider": whole}})
+                assert job.json["max_price"] == {"input": "0.005", "cached_input": "0.005", "output": "0.3"}
+                assert job.json["waiting_for"] == "1 node: price above the maximum"
+                wrong = {"request": {**chat, "provider": {"only": ["somebody"]}}}
+                refused_ = await market.call("POST", "/v1/jobs", renter, json=wrong)
+                assert (refused_.status, refused_.param) == (400, "provider.only")
 
         asyncio.run(story())
 

@@ -13,7 +13,7 @@ import openai
 import pytest
 from sqlalchemy import text
 
-from agent.protocol import Accepted, Run
+from agent.protocol import Accepted, DataPolicy, Run
 from marketplace.core.database import SessionFactory, transaction
 from marketplace.core.settings import Settings
 from marketplace.core.valkey import connect as connect_valkey
@@ -27,6 +27,7 @@ from tests.gateway_world import (
     World,
     add_renter,
     answers,
+    fails,
     stalls,
     thinks,
     until,
@@ -37,6 +38,11 @@ ANSWER = "".join(WORDS)
 FLEX: dict[str, Any] = {"model": MODEL_ID, "messages": CHAT, "service_tier": "flex"}
 PLAIN: dict[str, Any] = {"model": MODEL_ID, "messages": CHAT}
 URL = "/v1/chat/completions"
+CHEAP = {
+    "input_nano_usd_per_mtok": 10_000_000,
+    "cached_input_nano_usd_per_mtok": 10_000_000,
+    "output_nano_usd_per_mtok": 40_000_000,
+}
 
 
 @contextlib.asynccontextmanager
@@ -388,11 +394,61 @@ class TestTwoGateways:
         asyncio.run(story())
 
 
+class TestAChoice:
+    def test_of_the_key_or_the_request_is_kept_to(self, settings: Settings, session_factory: SessionFactory) -> None:
+        renter = add_renter(session_factory, routing={"regions": ["eu"]})
+
+        async def story() -> None:
+            async with world(settings, session_factory) as market, queue(market):
+                await market.connect(answers, data=DataPolicy("us"), **CHEAP)
+                away = await ask(market, renter)
+                assert (away.status, away.code) == (503, "no_capacity")
+                assert "1 node: outside the regions asked for" in away.json["error"]["message"]
+                near = await market.connect(answers, data=DataPolicy("eu"))
+                far = await market.connect(answers, data=DataPolicy("eu"), **CHEAP)
+                for agent in (near, far):
+                    provider = {"only": [f"node_{agent.node.node_id.hex}"]}
+                    told = await ask(market, renter, {**FLEX, "provider": provider})
+                    assert told.json["provider"]["name"] == provider["only"][0]
+                told = await ask(market, renter, {**FLEX, "provider": {"max_price": {"completion": "0.3"}}})
+                assert told.json["provider"]["name"] == f"node_{far.node.node_id.hex}"
+                await market.settled()
+                (_, _, capped) = market.books.jobs()
+                assert capped.max_output_nano_usd_per_mtok == 150_000_000
+                assert market.books.broken_rules() == []
+
+        asyncio.run(story())
+
+    def test_of_nobody_but_the_first_ends_with_its_failure(
+        self, settings: Settings, session_factory: SessionFactory
+    ) -> None:
+        renter = add_renter(session_factory)
+
+        async def story() -> None:
+            async with world(settings, session_factory) as market, queue(market):
+                broken = await market.connect(fails("engine_died"))
+                sound = await market.connect(answers)
+                provider = {"order": [f"node_{broken.node.node_id.hex}"]}
+                assert (await ask(market, renter, {**FLEX, "provider": provider})).status == 200
+                assert len(sound.runs) == 1
+                provider = {"only": [f"node_{broken.node.node_id.hex}", f"node_{sound.node.node_id.hex}"]}
+                await sound.close()
+                await until(lambda: len(market.offers()) == 1)
+                told = await ask(market, renter, {**FLEX, "provider": {**provider, "allow_fallbacks": False}})
+                assert (told.status, told.code) == (502, "node_failed")
+                await market.settled()
+                assert market.books.outcomes() == ["complete", "node_failed"]
+                assert market.books.attempts()[-1].state == "ended"
+                assert market.books.broken_rules() == []
+
+        asyncio.run(story())
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("body", "headers", "param"),
         [
-            ({**FLEX, "provider": {"sort": "price"}}, {}, "provider"),
+            ({**FLEX, "provider": {"only": ["somebody"]}}, {}, "provider.only"),
             (FLEX, {"x-fallow-max-wait-s": "0"}, "x-fallow-max-wait-s"),
             (FLEX, {"x-fallow-max-wait-s": "3601"}, "x-fallow-max-wait-s"),
             (FLEX, {"x-fallow-max-wait-s": "soon"}, "x-fallow-max-wait-s"),

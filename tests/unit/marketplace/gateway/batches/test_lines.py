@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marketplace.gateway.batches.lines import MAX_ERRORS, MAX_LINE_BYTES, check, result_line, split_lines
+from marketplace.gateway.parse import Inference
 
 
 def line(custom_id: str, **changes: object) -> bytes:
@@ -18,7 +19,7 @@ def line(custom_id: str, **changes: object) -> bytes:
     ).encode()
 
 
-def every_model(_: str) -> None:
+def every_model(_: Inference) -> None:
     """Sells everything."""
 
 
