@@ -274,7 +274,7 @@ class TestAKeysDefault:
                 assert job.json["waiting_for"] == "1 node: not among the providers asked for"
                 whole = {"regions": [], "max_price": {"prompt": "0.005", "completion": "0.3"}, "only": [node_of(agent)]}
                 job = await market.call("POST", "/v1/jobs", renter, json={"request": {**chat, "provider": whole}})
-                assert job.json["max_price"] == {"input": "0.005", "cached_input": "0.005", "output": "0.3"}
+                assert job.json["max_price"] == {"input": "0.005", "cached_input": "0.005", "output": "0.04"}
                 assert job.json["waiting_for"] == "1 node: price above the maximum"
                 wrong = {"request": {**chat, "provider": {"only": ["somebody"]}}}
                 refused_ = await market.call("POST", "/v1/jobs", renter, json=wrong)
