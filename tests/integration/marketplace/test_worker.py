@@ -18,6 +18,7 @@ from marketplace.core.database import SessionFactory
 from marketplace.core.outbox import enqueue
 from marketplace.core.pump import OutboxPump, empty_outbox
 from marketplace.core.settings import Settings
+from marketplace.jobs.hot import Admit
 from marketplace.worker import make_worker
 from tests.queue_world import QueueWorld, wait_until
 
@@ -62,13 +63,19 @@ def outbox_rows(world: QueueWorld) -> int:
         return int(session.scalars(text("select count(*) from outbox")).one())
 
 
+def runs(world: QueueWorld, job: Admit) -> bool:
+    """True once the job runs. Until then its gateway's heart beats with every look."""
+    world.publish()
+    return world.job(job.job_id).state == "running"
+
+
 class TestProcesses:
     def test_the_clock_and_the_worker_assign_a_job_and_end_on_sigterm(self, world: QueueWorld, spawn: Spawn) -> None:
         beat = spawn("marketplace.cli", "beat")
         worker = spawn("marketplace.cli", "worker")
         world.connect()
         job = world.admit()
-        assert wait_until(lambda: world.job(job.job_id).state == "running", timeout_s=START_S)
+        assert wait_until(lambda: runs(world, job), timeout_s=START_S)
         assert len(world.dispatched()) == 1
         assert wait_until(lambda: outbox_rows(world) == 0)
         for child in (beat, worker):
@@ -86,18 +93,12 @@ class TestProcesses:
         first = spawn("marketplace.cli", "worker")
         world.connect(slots=50)
         jobs = [world.admit() for _ in range(5)]
-        assert wait_until(lambda: any(world.job(job.job_id).state == "running" for job in jobs), timeout_s=START_S)
+        assert wait_until(lambda: any(runs(world, job) for job in jobs), timeout_s=START_S)
         jobs += [world.admit() for _ in range(20)]
         os.killpg(first.pid, signal.SIGKILL)
         first.wait(10)
-        world.publish()
         spawn("marketplace.cli", "worker")
-
-        def all_run() -> bool:
-            world.publish()
-            return all(world.job(job.job_id).state == "running" for job in jobs)
-
-        assert wait_until(all_run, timeout_s=START_S)
+        assert wait_until(lambda: all(runs(world, job) for job in jobs), timeout_s=START_S)
         assert all(len(world.attempts(job.job_id)) == 1 for job in jobs)
 
 

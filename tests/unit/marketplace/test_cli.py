@@ -29,6 +29,7 @@ class TestOptionsOfCelery:
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setattr("sys.argv", ["fallow", "beat", "--nonsense"])
+        monkeypatch.setattr("marketplace.core.migrate.require_upgraded", lambda url: None)
         with pytest.raises(SystemExit) as ended:
             cli.main()
         assert ended.value.code == 1
