@@ -7,8 +7,9 @@ same id. Functions that get a session flush; their caller commits.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Collection, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from random import Random
@@ -29,6 +30,9 @@ from marketplace.gateway.webhooks.signing import signed_headers
 log = get_logger(__name__)
 AT_ONCE: Final = 16
 """Deliveries on their way at the same time."""
+FOR_ONE: Final = 4
+"""Taken up of one renter at once, and none more while so many are on their way: receivers that answer slowly hold up
+their own renter only."""
 LOOKED_AT: Final = 2_000
 """Of those that are due, the oldest; among them each renter's first goes before anyone's second."""
 CLAIM_S: Final = 60
@@ -41,8 +45,9 @@ _DUE: Final = text("""
     select id from (
       select id, next_try_at, row_number() over (partition by organisation_id order by next_try_at, id) as turn
       from (select id, organisation_id, next_try_at from webhook_deliveries
-            where state = 'pending' and next_try_at <= now() order by next_try_at limit :looked_at) oldest
-    ) due order by turn, next_try_at limit :limit
+            where state = 'pending' and next_try_at <= now() and organisation_id <> all(:busy)
+            order by next_try_at limit :looked_at) oldest
+    ) due where turn <= :for_one order by turn, next_try_at limit :limit
 """)
 
 
@@ -58,6 +63,7 @@ class Taken:
 
     delivery_id: UUID
     endpoint_id: UUID
+    organisation_id: UUID
     event: str
     subject_id: UUID
     created_at: datetime
@@ -68,21 +74,31 @@ class Taken:
 
 
 def send_due(factory: SessionFactory, sends: Sends, rng: Random) -> int:
-    """Send what is due, round after round, within BUDGET_S. Returns how many arrived."""
+    """Send what is due, taking up more as answers come, within BUDGET_S. Returns how many arrived."""
     ends_at = time.monotonic() + BUDGET_S
     arrived = 0
+    on_their_way: dict[Future[Answer], Taken] = {}
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="webhook") as pool:
-        while time.monotonic() < ends_at:
-            with transaction(factory) as session:
-                taken = take(session, limit=AT_ONCE)
-            if not taken:
-                break
-            answers = list(pool.map(lambda each: _send(each, sends), taken))
-            with transaction(factory) as session:
-                for each, answer in zip(taken, answers, strict=True):
-                    note(session, each, answer, rng)
-            arrived += sum(answer.ok for answer in answers)
-    return arrived
+        while True:
+            room = AT_ONCE - len(on_their_way)
+            if room and time.monotonic() < ends_at:
+                with transaction(factory) as session:
+                    taken = take(session, limit=room, busy=_busy(on_their_way.values()))
+                on_their_way |= {pool.submit(_send, each, sends): each for each in taken}
+            if not on_their_way:
+                return arrived
+            answered, _ = wait(on_their_way, return_when=FIRST_COMPLETED)
+            for future in answered:
+                # One by one: together they would lock several endpoints, in no order.
+                with transaction(factory) as session:
+                    note(session, on_their_way.pop(future), future.result(), rng)
+                arrived += future.result().ok
+
+
+def _busy(on_their_way: Collection[Taken]) -> list[UUID]:
+    """Renters of whom enough is on its way."""
+    counts = Counter(each.organisation_id for each in on_their_way)
+    return [organisation_id for organisation_id, count in counts.items() if count >= FOR_ONE]
 
 
 def _send(taken: Taken, sends: Sends) -> Answer:
@@ -90,9 +106,10 @@ def _send(taken: Taken, sends: Sends) -> Answer:
     return sends.send(taken.url, signed_headers(taken.delivery_id, int(time.time()), body, taken.keys), body)
 
 
-def take(session: Session, *, limit: int) -> list[Taken]:
-    """Some of the deliveries that are due, ours for CLAIM_S."""
-    ids = session.scalars(_DUE, {"looked_at": LOOKED_AT, "limit": limit}).all()
+def take(session: Session, *, limit: int, busy: Sequence[UUID] = ()) -> list[Taken]:
+    """Some of the deliveries that are due, ours for CLAIM_S, but none of the `busy` renters."""
+    asked = {"looked_at": LOOKED_AT, "limit": limit, "for_one": FOR_ONE, "busy": list(busy)}
+    ids = session.scalars(_DUE, asked).all()
     if not ids:
         return []
     rows = session.execute(
@@ -115,6 +132,7 @@ def take(session: Session, *, limit: int) -> list[Taken]:
             Taken(
                 delivery_id=delivery.id,
                 endpoint_id=endpoint.id,
+                organisation_id=delivery.organisation_id,
                 event=delivery.event,
                 subject_id=delivery.subject_id,
                 created_at=delivery.created_at,

@@ -201,6 +201,36 @@ class TestSending:
             urls = {each.url for each in work.take(session, limit=2)}
         assert urls == {"https://example.org/", "https://example.net/"}
 
+    def test_lets_a_receiver_that_does_not_answer_hold_up_its_own_renter_only(self, queue: QueueWorld) -> None:
+        register(queue, "https://tar.example.org/", "job.failed")
+        for _ in range(work.AT_ONCE + 2):
+            end(queue)
+        stranger = queue.another_renter()
+        with transaction(queue.factory) as session:
+            service.register(session, stranger.organisation_id, "https://quick.example.net/", ["job.failed"])
+        quick = work.FOR_ONE + 2
+        for _ in range(quick):
+            end(queue, renter=stranger)
+
+        class Sends:
+            def __init__(self) -> None:
+                self.urls: Counter[str] = Counter()
+                self.stuck = 0
+
+            def send(self, url: str, headers: dict[str, str], body: bytes) -> Answer:
+                self.urls[url] += 1
+                if "quick" in url:
+                    if self.urls[url] == quick:
+                        self.stuck = self.urls["https://tar.example.org/"]
+                        released.set()
+                    return Answer(204)
+                released.wait(20)
+                return Answer(204)
+
+        released, sends = threading.Event(), Sends()
+        assert work.send_due(queue.factory, sends, Random(1)) == work.AT_ONCE + 2 + quick
+        assert 0 < sends.stuck <= work.FOR_ONE
+
     def test_after_a_kill_in_between_repeats_it_under_the_same_id(self, queue: QueueWorld, hook: Receiver) -> None:
         register(queue, hook.url, "job.failed")
         end(queue)
