@@ -10,25 +10,37 @@ from sqlalchemy import TextClause, text
 
 from marketplace.matching.types import OfferView
 
-_WITHIN = """
-    select from unnest(cast(:inputs as bigint[]), cast(:cached as bigint[]), cast(:outputs as bigint[]),
-                       cast(:contexts as bigint[]), cast(:choices as boolean[]), cast(:nodes as text[]),
-                       cast(:owners as text[]), cast(:regions as text[]), cast(:countries as text[]),
-                       cast(:private as boolean[]), cast(:proven as boolean[]))
-                  as o(input, cached, output, context, choices, node, owner, region, country, private, proven)
-    where (j.choice is null or (
-               (not j.choice ? 'only' or j.choice -> 'only' ?| array[o.node, o.owner])
-               and not coalesce(j.choice -> 'ignored' ?| array[o.node, o.owner], false)
-               and (not j.choice ? 'regions' or j.choice -> 'regions' ?| array[o.region, o.country])
-               and (not j.choice ? 'private_only' or o.private)
-               and (not j.choice ? 'proven_only' or o.proven)
-               and case when not j.choice ? 'fallbacks' then true
-                        when j.choice ? 'order' then j.choice -> 'order' ?| array[o.node, o.owner]
-                        else not exists (select from attempts a
-                                         where a.job_id = j.id and a.node_id <> cast(o.node as uuid)) end))
+_OFFERS = """
+    offers as materialized (
+        select input, cached, output, context, choices, cast(node as uuid) as node_id, array[node, owner] as names,
+               array[region, country] as places, private, proven
+        from unnest(cast(:inputs as bigint[]), cast(:cached as bigint[]), cast(:outputs as bigint[]),
+                    cast(:contexts as bigint[]), cast(:choices as boolean[]), cast(:nodes as text[]),
+                    cast(:owners as text[]), cast(:regions as text[]), cast(:countries as text[]),
+                    cast(:private as boolean[]), cast(:proven as boolean[]))
+             as o(input, cached, output, context, choices, node, owner, region, country, private, proven)
+    )
 """
-"""The offers, given as arrays, that the choice of job `j` allows: what Choice.allows says, and what is left of it after
-an attempt."""
+"""The offers, given as arrays, laid out once a statement."""
+
+_CHOSEN = """
+    cross join lateral (select j.choice -> 'only' as only_these, j.choice -> 'ignored' as ignored,
+                               j.choice -> 'order' as named, j.choice -> 'regions' as regions,
+                               j.choice -> 'private_only' as private_only, j.choice -> 'proven_only' as proven_only,
+                               j.choice -> 'fallbacks' as alone offset 0) c
+"""
+"""The choice of job `j`, taken apart once a job and not once an offer: with a hundred names it is long."""
+
+_WITHIN = """
+    select from offers o
+    where (c.only_these is null or c.only_these ?| o.names) and (c.ignored is null or not c.ignored ?| o.names)
+      and (c.regions is null or c.regions ?| o.places)
+      and (c.private_only is null or o.private) and (c.proven_only is null or o.proven)
+      and case when c.alone is null then true when c.named is not null then c.named ?| o.names
+               else not exists (select from attempts a where a.job_id = j.id and a.node_id <> o.node_id) end
+"""
+"""The offers that the choice `c` of job `j` allows: what Choice.allows says, and what is left of it after an
+attempt."""
 
 _RUNNABLE = f"""{_WITHIN}
       and o.input * j.price_basis_points / 10000 <= j.max_input_nano_usd_per_mtok
@@ -40,7 +52,8 @@ _RUNNABLE = f"""{_WITHIN}
 """Those of them that are within the price and the context of job `j` too, and give as many answers."""
 
 _HEAD = """
-    (select j.id, least(j.deadline_at, j.created_at + make_interval(secs => :patience_s)) as due_at from jobs j
+    (select j.id, least(j.deadline_at, j.created_at + make_interval(secs => :patience_s)) as due_at
+     from jobs j $chosen
      where j.state = 'queued' and j.variant_id = :variant_id and j.organisation_id = r.organisation_id
        and j.cancel_requested_at is null and j.deadline_at > now()
        and (j.client_until is null or j.client_until > now()) and exists ($runnable)
@@ -50,7 +63,7 @@ _HEAD = """
 first n by the sooner of the two, and each is read from its index."""
 
 _NEXT = """
-    with recursive renters(organisation_id) as (
+    with recursive $offers, renters(organisation_id) as (
         (select organisation_id from jobs
          where state = 'queued' and variant_id = :variant_id order by organisation_id limit 1)
         union all
@@ -74,7 +87,8 @@ _NEXT = """
 """
 
 _MISFITS = """
-    select j.id from jobs j
+    with $offers
+    select j.id from jobs j $chosen
     where j.state = 'queued' and j.variant_id = :variant_id
       and (j.cancel_requested_at is not null
            or (j.created_at < now() - make_interval(secs => :older_than_s)
@@ -89,10 +103,11 @@ def _filled(statement: str, **parts: str) -> TextClause:
 
 NEXT_IN_LINE: Final = _filled(
     _NEXT,
-    by_deadline=Template(_HEAD).substitute(runnable=_RUNNABLE, order="j.deadline_at"),
-    by_arrival=Template(_HEAD).substitute(runnable=_RUNNABLE, order="j.created_at"),
+    offers=_OFFERS,
+    by_deadline=Template(_HEAD).substitute(chosen=_CHOSEN, runnable=_RUNNABLE, order="j.deadline_at"),
+    by_arrival=Template(_HEAD).substitute(chosen=_CHOSEN, runnable=_RUNNABLE, order="j.created_at"),
 )
-FIT_NOWHERE: Final = _filled(_MISFITS, within=_WITHIN, runnable=_RUNNABLE)
+FIT_NOWHERE: Final = _filled(_MISFITS, offers=_OFFERS, chosen=_CHOSEN, within=_WITHIN, runnable=_RUNNABLE)
 
 
 def as_arrays(offers: Sequence[OfferView]) -> dict[str, list[Any]]:
