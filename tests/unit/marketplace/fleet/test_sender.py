@@ -69,6 +69,32 @@ def test_bodies_count_by_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(story())
 
 
+def test_only_what_has_to_wait_takes_the_way_that_can() -> None:
+    at_once: list[bytes] = []
+    waited: list[bytes] = []
+    answers = iter((True, False, True))
+
+    def write_now(message: bytes) -> bool:
+        if not next(answers):
+            return False
+        at_once.append(message)
+        return True
+
+    async def story() -> None:
+        async def write(message: bytes) -> None:
+            waited.append(message)
+
+        sender = FrameSender(write, write_now)
+        for number in range(3):
+            sender.put(Run(number.to_bytes(16, "big"), 1, "a", b"x" * 700_000, 1, 1, 1, 1))
+        sender.close()
+        await sender.run()
+
+    asyncio.run(story())
+    told = [decode_from_gateway(message)[0] for message in (at_once[0], *waited, *at_once[1:])]
+    assert [frame.attempt[-1] for frame in told if isinstance(frame, Run)] == [0, 1, 2]
+
+
 def test_a_peer_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story() -> None:
         async def write(_: bytes) -> None:
