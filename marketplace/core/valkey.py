@@ -114,6 +114,8 @@ class _Line(asyncio.Protocol):
         except hiredis.HiredisError as error:
             self._fail(ConnectionError(f"no reply of Valkey's: {error}"))
             return
+        if self._reader.has_data():
+            self.open = False
         if not asked.done():
             asked.set_result(self._replies)
 
@@ -232,8 +234,12 @@ class ValkeyPipe:
     async def _connect(self) -> _Line:
         await self._disconnect()
         made: AbstractConnection = self._client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
-        async with asyncio.timeout(self._timeout_s):
-            await made.connect()  # type: ignore[no-untyped-call]
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await made.connect()  # type: ignore[no-untyped-call]
+        except BaseException:
+            await made.disconnect(nowait=True)
+            raise
         self._line = _Line(made)
         return self._line
 
