@@ -78,13 +78,14 @@ class Surface:
         return f"{self.id_prefix}{request_id.removeprefix('req_')}"
 
 
-def _unused(**_: Any) -> Any:
-    raise NotImplementedError("vectors are never streamed, and embeddings.vectors writes their list")
+def _writes_no_text(**_: Any) -> Any:
+    """Vectors are never streamed, and embeddings.vectors writes their list."""
+    raise AssertionError("an embeddings answer was to be written as text")
 
 
 CHAT: Final = Surface(CHAT_ENDPOINT, "chatcmpl-", parse_chat, ChunkWriter, completion)
 TEXT: Final = Surface(TEXT_ENDPOINT, "cmpl-", parse_completion, TextWriter, text_completion)
-EMBEDDINGS: Final = Surface(EMBEDDINGS_ENDPOINT, "embd-", parse_embedding, _unused, _unused, EMBED_TASK)
+EMBEDDINGS: Final = Surface(EMBEDDINGS_ENDPOINT, "embd-", parse_embedding, _writes_no_text, _writes_no_text, EMBED_TASK)
 SURFACES: Final = {surface.endpoint: surface for surface in (CHAT, TEXT, EMBEDDINGS)}
 
 
