@@ -7,8 +7,9 @@ import logging
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -138,6 +139,7 @@ def _prepare(
             needed_bytes=needed_bytes(model, weights, on_gpu=device_id != "cpu"),
             weights_bytes=weights.stat().st_size if weights is not None and weights.is_file() else 0,
             task=model.task,
+            name=_name(model),
         )
         try:
             settings = engine_config(model, weights, home / "run" / f"{number}-{place}", device_id, pooling)
@@ -146,6 +148,12 @@ def _prepare(
             raise ConfigError(f"models[{number}]: {error}.") from error
         prepared.append(_Prepared(served, settings, check, fetch))
     return prepared
+
+
+def _name(model: ModelTable) -> str:
+    """By which the owner knows what is sold: of its weights file or folder."""
+    source = model.weights or ""
+    return PurePosixPath(urlsplit(source).path if is_url(source) else source).name.removesuffix(".gguf")
 
 
 def _pooling(model: ModelTable, weights: Path | None) -> str:

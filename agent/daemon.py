@@ -505,4 +505,6 @@ def _offer_status(engine: EngineState, busy: int) -> folder.OfferStatus:
         decode_tokens_per_s=engine.decode_tokens_per_s,
         wanted=engine.wanted,
         why=engine.why,
+        name=engine.served.name,
+        task=engine.served.task,
     )

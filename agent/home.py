@@ -45,6 +45,14 @@ class OfferStatus(msgspec.Struct, frozen=True):
     """False: it waits for a plan."""
     why: str = ""
     """What the plan said that had it loaded, or evicted."""
+    name: str = ""
+    task: str = "chat"
+
+    @property
+    def title(self) -> str:
+        """What people know it by: its file's name, or the beginning of its hash."""
+        known = self.name or self.variant_sha256[:12]
+        return known if self.task == "chat" else f"{known} ({self.task})"
 
 
 class HoldStatus(msgspec.Struct, frozen=True):

@@ -48,6 +48,8 @@ class Served:
     """Of those, what the system can take back from a processor's engine at any time: its file's pages."""
     task: str = "chat"
     """`chat` or `embed`."""
+    name: str = ""
+    """Of its weights file, for people. Empty: only the hash is known."""
 
     @property
     def key(self) -> str:

@@ -34,7 +34,7 @@ def status_lines(found: Status) -> list[str]:
         error = f", last error: {offer.last_error}" if offer.last_error else ""
         speed = f", {offer.decode_tokens_per_s:.0f} tokens/s" if offer.decode_tokens_per_s else ""
         lines.append(
-            f"  {offer.variant_sha256[:12]} on {offer.device_id}  {label} {offer.phase}, {offer.busy} of {offer.slots} "
+            f"  {offer.title} on {offer.device_id}  {label} {offer.phase}, {offer.busy} of {offer.slots} "
             f"slots busy, {offer.context_per_slot} tokens each{speed}{error}"
         )
         if offer.why or not offer.wanted:
@@ -94,7 +94,7 @@ def _offers(found: Status) -> Table:
     table = _table("model", "device", "engine", "phase", ">slots", ">tokens/s", "enclosed")
     for offer in found.offers:
         table.add_row(
-            offer.variant_sha256[:12],
+            escape(offer.title),
             offer.device_id[-12:],
             f"{offer.engine}{' (simulated)' if offer.simulated else ''}",
             offer.phase,

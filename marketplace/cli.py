@@ -37,7 +37,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 """Subcommand: (module[:app], what it is for). The app is a typer application; its name is `app` unless given."""
 
-ON_LOCAL_STACK = frozenset({"org", "key", "credit", "node", "catalog", "finance", "standing", "plan", "explain"})
+ON_LOCAL_STACK = frozenset(
+    {"org", "key", "credit", "node", "catalog", "finance", "standing", "plan", "explain", "migrate"}
+)
 """Without DATABASE_URL these talk to the database of a running `fallow up`."""
 
 

@@ -14,11 +14,14 @@ from marketplace.accounts import service
 from marketplace.accounts.models import ApiKey
 from marketplace.core import tables
 from marketplace.core.amounts import nano_of, usd
+from marketplace.core.arguments import key_id as as_key_id
 from marketplace.core.clock import utcnow
 from marketplace.core.process import command_session
 
 org = typer.Typer(help="Organisations: renters, owners, or both.", no_args_is_help=True, add_completion=False)
 key = typer.Typer(help="API keys of an organisation.", no_args_is_help=True, add_completion=False)
+
+KeyId = Annotated[UUID, typer.Argument(parser=as_key_id, metavar="KEY", help="The key's id, as `key list` shows it.")]
 
 
 @org.command("create")
@@ -128,7 +131,7 @@ def list_keys(organisation: Annotated[str, typer.Argument(help="The organisation
 
 @key.command("budget")
 def set_budget(
-    key_id: Annotated[UUID, typer.Argument(help="The key's id, as `key list` shows it.")],
+    key_id: KeyId,
     amount: Annotated[str, typer.Argument(help="USD that it may spend in a period, or `none`.")],
     *,
     period: Annotated[str, typer.Option(help="total, day, week or month.")] = "month",
@@ -144,7 +147,9 @@ def set_budget(
 
 
 @key.command("revoke")
-def revoke_key(key_id: Annotated[UUID, typer.Argument(help="The key's id, as `key list` shows it.")]) -> None:
+def revoke_key(
+    key_id: KeyId,
+) -> None:
     """Revoke a key for good. Gateways refuse it within two seconds."""
     with command_session() as session:
         revoked = service.revoke_key(session, key_id)

@@ -87,7 +87,10 @@ def find_organisation(session: Session, name: str) -> Organisation:
     """The organisation of this name. Raises UnknownOrganisation."""
     found = session.scalars(select(Organisation).where(Organisation.name == name)).one_or_none()
     if found is None:
-        raise UnknownOrganisation(f"There is no organisation named {name[:80]!r}.", param="organisation")
+        raise UnknownOrganisation(
+            f"There is no organisation named {name[:80]!r}. `fallow org list` shows all, `org create` makes one.",
+            param="organisation",
+        )
     return found
 
 

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from marketplace.core import tables
+from marketplace.core.arguments import node_id
 from marketplace.core.clock import utcnow
 from marketplace.core.errors import FallowError
 from marketplace.core.process import session_factory
@@ -27,7 +28,7 @@ def _group() -> None:
 @app.command("idle")
 def idle_(
     *,
-    node: Annotated[UUID, typer.Option(help="The node's id.")],
+    node: Annotated[UUID, typer.Option(parser=node_id, metavar="NODE", help="The node's id.")],
     hour: Annotated[str, typer.Option(help="Within which hour: 2026-11-30T13. Default: the last whole one.")] = "",
     zone_name: Annotated[str, typer.Option("--zone", help="IANA time zone of the hour.")] = "UTC",
 ) -> None:

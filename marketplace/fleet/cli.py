@@ -13,6 +13,7 @@ from marketplace.accounts import service as accounts
 from marketplace.catalog.service import Catalog
 from marketplace.core import process, tables
 from marketplace.core.amounts import nano_per_mtok, usd
+from marketplace.core.arguments import node_id
 from marketplace.core.database import transaction
 from marketplace.core.errors import FallowError
 from marketplace.fleet import enrolment
@@ -113,7 +114,7 @@ def _market_table(found: Market) -> Table:
 
 @app.command("region")
 def region_(
-    node: Annotated[UUID, typer.Argument(help="The node's id.")],
+    node: Annotated[UUID, typer.Argument(parser=node_id, metavar="NODE", help="The node's id.")],
     region: Annotated[str, typer.Argument(help="Where it stands, such as `eu-central`; empty: not said.")],
 ) -> None:
     """Say where a node stands. Renters may ask for regions."""
@@ -123,11 +124,12 @@ def region_(
     except FallowError as error:
         typer.echo(error.message, err=True)
         raise typer.Exit(1) from None
+    typer.echo(f"The node stands in {region}." if region else "Where the node stands is not said.")
 
 
 @app.command("attest")
 def attest_(
-    node: Annotated[UUID, typer.Argument(help="The node's id.")],
+    node: Annotated[UUID, typer.Argument(parser=node_id, metavar="NODE", help="The node's id.")],
     no: Annotated[bool, typer.Option("--no", help="It no longer holds.")] = False,
 ) -> None:
     """Say that you have seen proof of the data policy that a node's owner declares. Renters read it."""
@@ -137,6 +139,7 @@ def attest_(
     except FallowError as error:
         typer.echo(error.message, err=True)
         raise typer.Exit(1) from None
+    typer.echo("No longer attested." if no else "Attested: answers of this node say so from now on.")
 
 
 def _table(rows: list[NodeRow]) -> Table:

@@ -13,6 +13,7 @@ from rich.table import Table
 from sqlalchemy.orm import Session
 
 from marketplace.core import process, tables
+from marketplace.core.arguments import node_id
 from marketplace.core.database import transaction
 from marketplace.core.errors import FallowError
 from marketplace.jobs import standing
@@ -31,7 +32,7 @@ def _session() -> Iterator[Session]:
 
 
 @app.command()
-def show(node: Annotated[UUID, typer.Argument(help="The node's id.")]) -> None:
+def show(node: Annotated[UUID, typer.Argument(parser=node_id, metavar="NODE", help="The node's id.")]) -> None:
     """Show a node's standing, what it counts on, what is missing, and every change with its reason."""
     with _session() as session:
         view = standing.show(session, node)
@@ -50,7 +51,7 @@ def show(node: Annotated[UUID, typer.Argument(help="The node's id.")]) -> None:
 
 @app.command()
 def appeal(
-    node: Annotated[UUID, typer.Argument(help="The node's id.")],
+    node: Annotated[UUID, typer.Argument(parser=node_id, metavar="NODE", help="The node's id.")],
     body: Annotated[str, typer.Argument(help="What was judged wrongly.")],
 ) -> None:
     """Object to a node's standing; the operator decides."""

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from marketplace.core import process, tables
 from marketplace.core.amounts import usd
+from marketplace.core.arguments import node_id
 from marketplace.core.database import transaction
 from marketplace.fleet import plans
 from marketplace.jobs.plan_round import plan_once
@@ -23,7 +24,7 @@ MAX_SHOWN = 1_000
 
 @app.command()
 def show(
-    node: Annotated[UUID | None, typer.Option(help="Only this node's.")] = None,
+    node: Annotated[UUID | None, typer.Option(parser=node_id, metavar="NODE", help="Only this node's.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=MAX_SHOWN, help="How many of the newest steps.")] = 20,
 ) -> None:
     """Show the newest advice: its reason, what it was expected to earn, and the node's answer."""

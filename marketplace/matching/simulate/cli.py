@@ -36,7 +36,10 @@ from marketplace.matching.simulate.world import simulate
 from marketplace.metering.pricing import Rates
 
 app = typer.Typer(
-    help="Replay demand against a fleet, with the real matcher.", no_args_is_help=True, pretty_exceptions_enable=False
+    add_completion=False,
+    help="Replay demand against a fleet, with the real matcher.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
 )
 BENCHMARK_TRACES: Final = (traces.AZURE_CODE, traces.AZURE_CONV, traces.MOONCAKE)
 DEFAULT_LOAD: Final = 0.8

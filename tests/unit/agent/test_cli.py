@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from agent import home as folder
 from agent import identity as identities
-from agent import unit
+from agent import screen, unit
 from agent.cli import app
 from agent.config import Initial, check_url, render
 from agent.earnings import Earnings
@@ -62,6 +62,13 @@ class TestStatus:
         assert (result.exit_code, "Not running" in result.output) == (3, True)
         result = runner.invoke(app, ["status", "--dir", str(home), "--json"])
         assert msgspec.json.decode(result.output)["status"] is None
+
+    def test_names_each_model_by_its_file_and_vectors_as_such(self, home: Path) -> None:
+        chat = OfferStatus("c" * 64, "ready", "llama.cpp", False, 2, 1, 2048, "", name="Small [1B]")
+        vectors = msgspec.structs.replace(chat, variant_sha256="d" * 64, task="embed")
+        lines = screen.status_lines(status_of(offers=[chat, vectors, msgspec.structs.replace(vectors, name="")]))
+        said = [line.split(" on ")[0].strip() for line in lines if " on cpu" in line]
+        assert said == ["Small [1B]", "Small [1B] (embed)", "dddddddddddd (embed)"]
 
     def test_of_a_running_agent_tells_what_matters_word_for_word(self, home: Path) -> None:
         lock = Lock(home)

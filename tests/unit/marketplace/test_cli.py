@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from marketplace import cli
@@ -34,3 +36,24 @@ class TestOptionsOfCelery:
             cli.main()
         assert ended.value.code == 1
         assert capsys.readouterr().err.startswith("fallow beat: No such option '--nonsense'.")
+
+
+class TestCommandsOfALocalStack:
+    def test_find_its_database_by_the_folder_that_the_environment_names(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "running.json").write_text(
+            '{"database_url": "postgresql://of-the-stack/x", "valkey_url": "unix:///v"}'
+        )
+        for name in ("DATABASE_URL", "FALLOW_DATABASE_URL"):
+            monkeypatch.setenv(name, "")
+        monkeypatch.setenv("VALKEY_URL", "unix:///v")
+        monkeypatch.setenv("FALLOW_DATA_DIR", str(tmp_path))
+        monkeypatch.setattr("marketplace.core.migrate.check", lambda url: [url])
+        monkeypatch.setattr("sys.argv", ["fallow", "migrate", "--check"])
+        get_settings.cache_clear()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        get_settings.cache_clear()
+        assert ended.value.code == 1
+        assert "of-the-stack" in capsys.readouterr().out
