@@ -32,6 +32,11 @@ def pytest_configure() -> None:
     os.environ.pop("LINES", None)
 
 
+def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
+    """Bytes are told by their place: random ones would give each of two workers tests of other names."""
+    return argname if isinstance(val, bytes) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("soak") is None:
