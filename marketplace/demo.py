@@ -344,7 +344,7 @@ def the_payout(story: Story) -> None:
         blocked = plans[0].blocked if plans else "it earned nothing"
         raise DemoFailed(f"the owner was not paid: {found[0].failure if found else blocked}")
     for name, amount in payouts.statement_lines(found[0]):
-        story.fact(name, f"${amount}")
+        story.fact(name, f"-${amount[1:]}" if amount.startswith("-") else f"${amount}")
     report = reconciliation.reconcile(story.factory, payments, utcnow())
     if not report.clean:
         raise DemoFailed(f"ledger and processor differ: {report.breaks[0].story}")

@@ -131,7 +131,11 @@ def reconcile() -> None:
         typer.echo(f"{name}: ledger {ledger.format_nano(ours)} USD, processor {ledger.format_nano(theirs)} USD")
     typer.echo(f"owed to owners: {ledger.format_nano(totals.payable_nano)} USD")
     if not totals.covered:
-        typer.echo("Payouts are stopped: more is owed than the processor holds.", err=True)
+        typer.echo(
+            "Payouts are stopped: more is owed than the processor holds. They go on when it holds enough; "
+            "`fallow credit add` brings it nothing.",
+            err=True,
+        )
     for each in report.breaks:
         age = desk.clock() - each.opened_at
         typer.echo(f"{each.kind} {each.subject}, {age.days} d: {each.story}", err=True)
