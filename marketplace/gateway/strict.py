@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, Final, TypeVar
 
 import msgspec
+import msgspec.inspect
 
 from marketplace.core.errors import BadRequest
 
@@ -40,7 +41,7 @@ def decode_strict(body: bytes, kind: type[T]) -> T:
     except RecursionError:
         raise InvalidBody(f"The body nests deeper than {MAX_DEPTH} levels.") from None
     except msgspec.ValidationError as error:
-        raise _explain(str(error)) from None
+        raise _explain(str(error), kind) from None
     except msgspec.DecodeError as error:
         # msgspec reports a lone surrogate at the end of a string as truncation.
         raise InvalidBody(f"The body is not valid JSON in UTF-8: {error}.") from None
@@ -98,10 +99,12 @@ def _holds_nul(value: Any) -> bool:
 _NOT_TAKEN: Final = "`{}` is not a field that is taken here."
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*?)`", re.DOTALL)
+_NO_CHOICE = re.compile(r"Invalid enum value (.*)$", re.DOTALL)
+_STEP = re.compile(r"[^.\[\]]+")
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
 
 
-def _explain(message: str) -> InvalidBody:
+def _explain(message: str, kind: type) -> InvalidBody:
     """msgspec's message, with the field as OpenAI's `param`."""
     found = _PATH.search(message)
     path = found.group(1) if found else ""
@@ -112,4 +115,29 @@ def _explain(message: str) -> InvalidBody:
             return InvalidBody(sentence.format(field[:160]), param=field[:160])
     if text.startswith("Expected `null`, got"):
         return InvalidBody(_NOT_TAKEN.format(path[:160]), param=path[:160])
+    if (named := _NO_CHOICE.match(text)) and (choices := _choices(kind, path)):
+        text = f"{named.group(1)[:80]} is none of {', '.join(choices)}"
     return InvalidBody(f"`{path[:160]}`: {text}." if path else f"{text}.", param=path[:160] or None)
+
+
+@lru_cache(maxsize=16)
+def _shape(kind: type) -> msgspec.inspect.Type:
+    return msgspec.inspect.type_info(kind)
+
+
+def _choices(kind: type, path: str) -> list[str]:
+    """The values that a field takes, by its path; none where the path leads through more than objects and lists."""
+    found = _alternatives(_shape(kind))
+    for step in _STEP.findall(path):
+        found = [each for outer in found for inner in _inside(outer, step) for each in _alternatives(inner)]
+    return [str(value) for each in found if isinstance(each, msgspec.inspect.LiteralType) for value in each.values]
+
+
+def _alternatives(kind: msgspec.inspect.Type) -> list[msgspec.inspect.Type]:
+    return list(kind.types) if isinstance(kind, msgspec.inspect.UnionType) else [kind]
+
+
+def _inside(kind: msgspec.inspect.Type, step: str) -> list[msgspec.inspect.Type]:
+    if isinstance(kind, msgspec.inspect.StructType):
+        return [field.type for field in kind.fields if field.encode_name == step]
+    return [kind.item_type] if isinstance(kind, msgspec.inspect.ListType) else []
