@@ -247,12 +247,14 @@ class EmbeddedStores:
 
     def __init__(self, data_dir: Path) -> None:
         logs = data_dir / "logs"
-        sockets = socket_folder(data_dir)
-        self.postgres = EmbeddedPostgres(data_dir, logs, sockets)
-        self.valkey = EmbeddedValkey(data_dir, logs, sockets)
+        self._data_dir = data_dir
+        self._sockets = socket_folder(data_dir)
+        self.postgres = EmbeddedPostgres(data_dir, logs, self._sockets)
+        self.valkey = EmbeddedValkey(data_dir, logs, self._sockets)
 
     def start(self) -> StoreUrls:
         """Start both; on failure nothing is left running. Raises ChildFailed."""
+        socket_folder(self._data_dir)
         try:
             return StoreUrls(self.postgres.start(), self.valkey.start())
         except BaseException:
@@ -260,8 +262,12 @@ class EmbeddedStores:
             raise
 
     def stop(self) -> None:
+        """Stop both. Their folder for sockets goes too, unless something is left in it."""
         self.valkey.stop()
         self.postgres.stop()
+        with contextlib.suppress(OSError):
+            for folder in (*(each for each in self._sockets.iterdir() if each.is_dir()), self._sockets):
+                folder.rmdir()
 
 
 def _reachable_by_all(folder: Path) -> bool:

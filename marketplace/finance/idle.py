@@ -43,6 +43,7 @@ class Cause(StrEnum):
     CHOICE = "choice"
     OTHER = "other rules"
     DEMAND = "demand"
+    BEFORE = "not joined yet"
     AHEAD = "not over yet"
 
 
@@ -77,6 +78,7 @@ _SENTENCES: Final[dict[Cause, str]] = {
     Cause.CHOICE: "Others served {requests} requests at its ask or above: faster, warmer, or by the draw.",
     Cause.OTHER: "{requests} requests were refused by several rules at once, or by another one.",
     Cause.DEMAND: "Nobody asked for what it serves.{missed}",
+    Cause.BEFORE: "The node had not joined yet.",
     Cause.AHEAD: "The hour is not over.",
 }
 
@@ -115,6 +117,8 @@ class Rows:
     node_name: str
     start: datetime
     now: datetime
+    joined: datetime
+    """When the node was enrolled."""
     rented: Sequence[Span]
     offered: Sequence[Span]
     held: Sequence[tuple[int, int, str]]
@@ -154,7 +158,7 @@ class Explanation:
         return next((part for part in self.parts if part.cause not in _NO_LOSS), None)
 
 
-_NO_LOSS: Final = frozenset({Cause.EARNING, Cause.OWNER, Cause.AHEAD})
+_NO_LOSS: Final = frozenset({Cause.EARNING, Cause.OWNER, Cause.BEFORE, Cause.AHEAD})
 
 
 def explain(rows: Rows) -> Explanation:
@@ -175,20 +179,24 @@ def explain(rows: Rows) -> Explanation:
 
 
 def _segments(rows: Rows) -> list[Span]:
-    ends = {0, HOUR_US, *(minute * MINUTE_US for minute in range(MINUTES)), _elapsed_us(rows)}
+    known = (_into_the_hour(rows, rows.now), _into_the_hour(rows, rows.joined))
+    ends = {0, HOUR_US, *(minute * MINUTE_US for minute in range(MINUTES)), *known}
     for spans in (rows.rented, rows.offered, rows.connected, [(start, end) for start, end, _ in rows.held]):
         ends.update(point for span in spans for point in span)
     points = sorted(point for point in ends if 0 <= point <= HOUR_US)
     return list(pairwise(points))
 
 
-def _elapsed_us(rows: Rows) -> int:
-    return max(0, min(HOUR_US, (rows.now - rows.start) // timedelta(microseconds=1)))
+def _into_the_hour(rows: Rows, moment: datetime) -> int:
+    """Microseconds from the hour's beginning, within the hour."""
+    return max(0, min(HOUR_US, (moment - rows.start) // timedelta(microseconds=1)))
 
 
 def _cause_at(rows: Rows, at: int) -> tuple[Cause, str]:
-    if at >= _elapsed_us(rows):
+    if at >= _into_the_hour(rows, rows.now):
         return Cause.AHEAD, ""
+    if at < _into_the_hour(rows, rows.joined):
+        return Cause.BEFORE, ""
     if _within(rows.rented, at):
         return Cause.EARNING, ""
     reason = next((reason for start, end, reason in rows.held if start <= at < end), None)

@@ -129,6 +129,7 @@ def read(session: Session, node_id: UUID, start: datetime, owner_id: UUID | None
         node_name=node.name,
         start=start,
         now=now,
+        joined=node.enrolled_at,
         rented=spans["rented"],
         offered=spans["offered"],
         held=held,

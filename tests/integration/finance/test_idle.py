@@ -15,7 +15,7 @@ from marketplace.core.settings import Settings
 from marketplace.finance.idle import MINUTE_US, Cause, explain
 from marketplace.finance.idle_rows import UnknownNode, read
 from marketplace.fleet import held
-from marketplace.fleet.models import EnergySample, HeldInterval
+from marketplace.fleet.models import EnergySample, HeldInterval, Node
 from marketplace.jobs.demand import RefusalKey, RefusalSum, add_refusals
 from tests.integration.finance.conftest import World
 
@@ -29,6 +29,7 @@ def after(minutes: float) -> datetime:
 @pytest.fixture
 def rows(session: Session, world: World) -> Session:
     """Offered from 13:10 to 13:50, rented for 5 minutes of it, its owner's from 13:50, heard of from 13:00 to 13:55."""
+    session.get_one(Node, world.node).enrolled_at = after(-60)
     world.offered(session, after(10), after(50))
     world.attempt(session, after(20), after(25), 1_000)
     session.add(

@@ -24,6 +24,7 @@ def hour(**changes: Any) -> Explanation:
         "offered": WHOLE,
         "held": [],
         "connected": WHOLE,
+        "joined": START - timedelta(days=1),
     }
     return explain(Rows(**{**facts, **changes}))
 
@@ -45,6 +46,12 @@ def at(first: int, last: int) -> tuple[int, int]:
 
 
 class TestTime:
+    def test_before_the_node_joined_is_no_loss(self) -> None:
+        late = START + timedelta(minutes=40)
+        found = hour(joined=late, offered=[at(40, 60)], connected=[at(40, 60)])
+        assert minutes(found) == {Cause.BEFORE: 40.0, Cause.DEMAND: 20.0}
+        assert found.bottleneck == of(Cause.DEMAND, found)
+
     def test_without_any_row_it_was_disconnected(self) -> None:
         assert minutes(hour(offered=[], connected=[])) == {Cause.DISCONNECTED: 60.0}
 
@@ -118,8 +125,10 @@ spans = st.lists(
     held=spans.map(lambda found: [(*span, "busy") for span in found]),
     busy=st.dictionaries(st.integers(0, 59), st.builds(Minute, cheaper=st.integers(0, 3), dearer=st.integers(0, 3))),
     elapsed_s=st.integers(0, 7_200),
+    joined_s=st.integers(-3_600, 7_200),
 )
-def test_the_parts_always_make_an_hour(busy: dict[int, Minute], elapsed_s: int, **kinds: Any) -> None:
-    found = hour(**kinds, minutes=busy, now=START + timedelta(seconds=elapsed_s))
+def test_the_parts_always_make_an_hour(busy: dict[int, Minute], elapsed_s: int, joined_s: int, **kinds: Any) -> None:
+    now, joined = (START + timedelta(seconds=each) for each in (elapsed_s, joined_s))
+    found = hour(**kinds, minutes=busy, now=now, joined=joined)
     assert sum(part.us for part in found.parts) == HOUR_US
     assert all(part.us > 0 for part in found.parts)
