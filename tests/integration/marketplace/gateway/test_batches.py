@@ -203,13 +203,19 @@ class TestABatch:
                 worker = await asyncio.to_thread(Worker, market)
                 worker.means = dataclasses.replace(worker.means, most_queued_own=2)
                 await begin(market.client(renter), *(chat_line(name) for name in "abc"))
-                for _ in range(2):
-                    await asyncio.to_thread(advance_all, worker.factory, worker.means)
+
+                async def advance_to(jobs: int) -> None:
+                    # Lines become jobs once the worker sees that somebody offers to run them.
+                    async with asyncio.timeout(15):
+                        while len(market.books.jobs()) < jobs:
+                            await asyncio.to_thread(advance_all, worker.factory, worker.means)
+
+                await advance_to(2)
+                await asyncio.to_thread(advance_all, worker.factory, worker.means)
                 assert [job.state for job in market.books.jobs()] == ["queued"] * 2
                 await asyncio.to_thread(assign_until_done, worker.factory, worker.client, worker.matcher)
                 await until(lambda: market.books.outcomes() == ["complete"] * 2)
-                await asyncio.to_thread(advance_all, worker.factory, worker.means)
-                assert len(market.books.jobs()) == 3
+                await advance_to(3)
 
         asyncio.run(story())
 
